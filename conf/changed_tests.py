@@ -1,13 +1,12 @@
 """Prints the unit tests of the files that differ from a revision (HEAD by default), for `make check`.
 
-Tests mirror the package: `spark_dl/a/b.py` is tested in `tests/unit/a/test_b.py`, or else in the folder `tests/unit/a`; `benchmarks` by
-`tests/benchmarks`.
+Tests mirror the package: `spark_dl/a/b.py` is tested in `tests/unit/a/test_b.py`, or else in the folder `tests/unit/a`.
+The tests of `benchmarks/a/b.py` are in `tests/benchmarks/a`.
 """
 
 import subprocess
 import sys
 from pathlib import Path
-
 
 TESTS = {"spark_dl": Path("tests/unit"), "benchmarks": Path("tests/benchmarks")}
 """The folder with the unit tests of each package."""

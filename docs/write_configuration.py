@@ -19,7 +19,7 @@ import docstring_parser
 from spark_dl.config.conflicts import CONFLICTS, Conflict
 from spark_dl.config.fields import fields_of_caller
 from spark_dl.config.load import sections
-from spark_dl.strategies import STRATEGIES
+from spark_dl.config.strategies import BUILT_IN, find
 
 PAGE = Path(__file__).with_name("configuration.md")
 HEAD = """# Configuration
@@ -92,7 +92,7 @@ def render() -> str:
         "## parallel\n",
         "Each strategy has its own settings. See [strategies](strategies.md) for what each of them does.\n",
     ]
-    for strategy in STRATEGIES:
+    for strategy in map(find, BUILT_IN):
         settings = strategy.settings
         parts += [
             f"### {settings.strategy}\n",
@@ -105,8 +105,8 @@ def render() -> str:
 def _conflict(conflict: Conflict) -> str:
     """A row of the table: the message, with the names of the strategies that it is about."""
     message = re.sub(r", found {[^}]+}", "", conflict.message)
-    strategies = [s.settings.strategy for s in STRATEGIES if "{" in message and conflict.excluded(_worst(s.settings()))]
-    message = message.replace("{c.parallel.strategy!r}", " or ".join(map(repr, strategies)))
+    having = [name for name in BUILT_IN if "{" in message and conflict.excluded(_worst(find(name).settings()))]
+    message = message.replace("{c.parallel.strategy!r}", " or ".join(map(repr, having)))
     if "{" in message:
         raise ValueError(f"{conflict.key}: expected a message that no run has to fill in, found {message}")
     return f"| `{conflict.key}` | {message} |"

@@ -9,7 +9,7 @@ from typing import Any
 
 import spark_dl
 from spark_dl import cli
-from spark_dl.cli import plots
+from spark_dl.track import plots
 
 OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "run_dir": (str | None, None, "folder for checkpoints, settings and metrics; all executors must have access"),

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
         Train,
     )
     from spark_dl.config.load import load_config
+    from spark_dl.config.strategies import Strategy
     from spark_dl.data.dataset.manifest import read_shards
     from spark_dl.data.dataset.records import ShardSet
-    from spark_dl.data.local import RankRows
+    from spark_dl.data.load.local import RankRows
     from spark_dl.data.store.store import clean_store, store_shards
     from spark_dl.data.write.shards import write_shards
     from spark_dl.doctor.doctor import diagnose
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from spark_dl.scoring.export import export
     from spark_dl.scoring.saved_model import load_model
     from spark_dl.spec import ModelSpec, import_object
-    from spark_dl.strategies import Strategy
     from spark_dl.track.report import report
     from spark_dl.trials.results import TrialResult, TuneResult
     from spark_dl.trials.tune import tune
@@ -81,13 +81,13 @@ _MODULES = {
     "Parallel": "spark_dl.config",
     "ParameterServer": "spark_dl.baselines.servers.settings",
     "RankError": "spark_dl.launch.failures.errors",
-    "RankRows": "spark_dl.data.local",
+    "RankRows": "spark_dl.data.load.local",
     "Sequences": "spark_dl.config",
     "ShardSet": "spark_dl.data.dataset.records",
     "Shards": "spark_dl.config",
     "ShuffleReduce": "spark_dl.baselines.driver_loop.shuffle_reduce",
     "Single": "spark_dl.parallel.single",
-    "Strategy": "spark_dl.strategies",
+    "Strategy": "spark_dl.config.strategies",
     "Track": "spark_dl.config",
     "Train": "spark_dl.config",
     "TrainResult": "spark_dl.driver",

@@ -18,32 +18,33 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
-from spark_dl import strategies, worker
+from spark_dl import worker
 from spark_dl.checks.settings import check_settings, evaluation_config, launch_of
 from spark_dl.cli.events import OnEvent, RunEvents, as_functions, restart_event
 from spark_dl.cli.progress import Progress
 from spark_dl.cli.rank_output import follow_logs, show_output, with_log_dir
-from spark_dl.config import Config, Data, Launch, Loader, Shards
+from spark_dl.config import Config, Data, Launch, Loader, Shards, strategies
 from spark_dl.config.load import as_read
-from spark_dl.data import local
 from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.load import local
 from spark_dl.evaluate import load_model
 from spark_dl.inputs import check_rank_rows
 from spark_dl.launch.barrier import run_barrier
-from spark_dl.launch.code.calls import as_call, check_call, check_dataframe, launch_settings
+from spark_dl.launch.calls import as_call, check_call, check_dataframe, launch_settings
 from spark_dl.launch.elastic import MoreSlotsError, check_growth, fit_ranks
 from spark_dl.launch.failures.errors import RankError
+from spark_dl.launch.rank.task import Attempt
 from spark_dl.launch.session import describe_session, find_session
-from spark_dl.launch.supervise import Attempt, run_attempts
+from spark_dl.launch.supervise import run_attempts
 from spark_dl.prepare import as_sources, next_attempt, prepare_evaluation, prepare_run
-from spark_dl.rundir import checkpoint, environment, generations
+from spark_dl.rundir import checkpoint, environment, generations, metrics
 from spark_dl.rundir.own_checkpoints import OwnRun, start_own_run
 from spark_dl.spark_job import describe, is_connect
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.track import tracking
 from spark_dl.track.notebook import result_html
 from spark_dl.track.values import name_of
-from spark_dl.training import early_stop, metrics
+from spark_dl.training import early_stop
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -18,21 +18,21 @@ from spark_dl.data.load.build import BatchLoader, build_train_loader, build_vali
 from spark_dl.data.load.row_names import name_rows
 from spark_dl.evaluate import evaluate_model
 from spark_dl.gather import sum_over_ranks
+from spark_dl.generators import generators_kept
+from spark_dl.launch.failures import status
 from spark_dl.launch.failures.errors import OtherRankError
-from spark_dl.launch.rank import status
-from spark_dl.parallel.generators import generators_kept
 from spark_dl.parallel.layout import apply_layout, to_device
 from spark_dl.parallel.loss import Count, count_of, counts_elements
 from spark_dl.parallel.module_state import ModuleState
 from spark_dl.parallel.stragglers import delayed
 from spark_dl.parallel.trainable import Trainable
+from spark_dl.rundir.metrics import MetricsLog
 from spark_dl.spec import Batch, ModelSpec, Run
 from spark_dl.training import early_stop, finite, preemption
 from spark_dl.training.batch_loss import check_batch_loss
 from spark_dl.training.experts import ExpertBalance
 from spark_dl.training.finite import LOSS, Finding, NotFiniteError, StepCheck
 from spark_dl.training.memory import clear_frames
-from spark_dl.training.metrics import MetricsLog, StepLog
 from spark_dl.training.nonfinite import NonFiniteSteps
 from spark_dl.training.preemption import Preemption
 from spark_dl.training.profile import build_profile
@@ -40,7 +40,7 @@ from spark_dl.training.replicas import ReplicaCheck, TrainedParameters
 from spark_dl.training.schedule import Schedule
 from spark_dl.training.sparse import check_sparse
 from spark_dl.training.state import Progress, RunState, Saved, seed_generators
-from spark_dl.training.step_times import StepTimer
+from spark_dl.training.step_times import StepLog, StepTimer
 from spark_dl.world import World
 
 _log = logging.getLogger("spark_dl")

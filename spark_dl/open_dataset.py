@@ -14,7 +14,7 @@ from spark_dl.data.dataset.manifest import MANIFEST, read_shards
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.build import build_loader
 from spark_dl.data.load.iterable import RankDataset
-from spark_dl.data.local import RankRows
+from spark_dl.data.load.local import RankRows
 from spark_dl.data.plan import Split
 from spark_dl.inputs import as_source, is_ours, shards_of
 from spark_dl.launch.rank.environment import find_place

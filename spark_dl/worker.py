@@ -14,20 +14,19 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from spark_dl import strategies
 from spark_dl.checks.dtypes import check_dtypes, check_transform
 from spark_dl.checks.storage import check_reach
-from spark_dl.config import Config, Launch
-from spark_dl.data import local
+from spark_dl.config import Config, Launch, strategies
 from spark_dl.data.columns.schema import check_reference_columns
 from spark_dl.data.columns.source import SourceColumn
 from spark_dl.data.dataset.memory import check_memory
 from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.load import local
 from spark_dl.data.load.resume_check import check_rows
 from spark_dl.evaluate import evaluate
 from spark_dl.gather import gather_by_store
-from spark_dl.launch import rendezvous
 from spark_dl.launch.backends import checked_backends
+from spark_dl.launch.rank import rendezvous
 from spark_dl.launch.rank.desync import first_compared
 from spark_dl.launch.rank.environment import first_step_checked, own_groups
 from spark_dl.launch.rank.script import run_script

@@ -48,6 +48,7 @@ def pytest_collection_modifyitems(items):
     order = {
         "ranks": 0, "local 0": 0, "local 1": 0, "gpu": 0, "local-cluster": 1, "fuzz": 1, "connect": 2, "hosts": 3,
         "package": 3, "tests/spark/test_jobs.py": 3, "petastorm": 4, "spark": 5, "storage": 6, "unit": 7,
+        "benchmarks": 7,
     }  # fmt: skip
     items.sort(key=lambda item: order.get(_costly_fixture(item.nodeid), order[item.nodeid.split("/")[1]]))
 

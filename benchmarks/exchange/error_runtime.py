@@ -22,8 +22,8 @@ from spark_dl.baselines.servers.rules import rules_of
 from spark_dl.baselines.servers.settings import ParameterServer
 from spark_dl.config import Config, Data, Faults, Launch, Loader, Parallel, Train
 from spark_dl.data.write.arrays import write_arrays
+from spark_dl.rundir import metrics
 from spark_dl.spec import ModelSpec
-from spark_dl.training import metrics
 
 _HELD_OUT = 5  # every fifth image is for validation
 _OTHERWISE: Mapping[str, Mapping[str, Any]] = {

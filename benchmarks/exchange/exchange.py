@@ -31,17 +31,17 @@ from benchmarks.exchange.stream import stream_to_next
 from benchmarks.model.profiles import Layer, Profile
 from benchmarks.testbed.links import LinkBytes, read_links
 from benchmarks.testbed.timing import all_reduce_limit_s, median_of_slowest, time_exchanges
-from spark_dl import driver, storage, strategies
+from spark_dl import driver, storage
 from spark_dl.baselines.servers.rules import rules_of
 from spark_dl.baselines.servers.settings import ParameterServer
-from spark_dl.config import Config, Data, Launch, Loader, Parallel, Train
+from spark_dl.config import Config, Data, Launch, Loader, Parallel, Train, strategies
 from spark_dl.data.write.arrays import write_arrays
 from spark_dl.launch.barrier import run_barrier
+from spark_dl.launch.rank.rendezvous import join
 from spark_dl.launch.rank.task import RankResult
-from spark_dl.launch.rendezvous import join
 from spark_dl.parallel.exchange import collectives
+from spark_dl.rundir import metrics
 from spark_dl.spec import Batch, ModelSpec
-from spark_dl.training import metrics
 from spark_dl.world import World
 
 _MATRIX = 512

@@ -20,8 +20,8 @@ from benchmarks.exchange.steps import Steps, time_steps
 from benchmarks.model.profiles import PROFILES
 from spark_dl.config import Launch
 from spark_dl.launch.barrier import run_barrier
+from spark_dl.launch.rank.rendezvous import join
 from spark_dl.launch.rank.task import RankResult
-from spark_dl.launch.rendezvous import join
 from spark_dl.parallel import ddp
 from spark_dl.parallel.exchange.buckets import CANDIDATES_MIB, MIB, backward_s, interpolate_all_reduce_s
 from spark_dl.spec import ModelSpec

@@ -29,8 +29,8 @@ from typing import Any
 from benchmarks.exchange import figures
 from benchmarks.exchange.answers import answers
 from benchmarks.model.profiles import PROFILES
-from spark_dl.cli.plots import check_packages, draw, render_page
 from spark_dl.parallel.cost.cost import server_bytes_per_s
+from spark_dl.track.plots import check_packages, draw, render_page
 
 Rows = Sequence[Mapping[str, Any]]
 _WORKERS, _STEPS_PER_S, _RESNET50_BYTES = 256, 3, PROFILES["resnet50"]().gradient_bytes

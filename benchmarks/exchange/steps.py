@@ -27,8 +27,8 @@ from benchmarks.exchange.breakdown import BucketTimes, break_down, recording_hoo
 from benchmarks.model.profiles import PROFILES
 from spark_dl.config import Launch
 from spark_dl.gather import gather_json
+from spark_dl.launch.rank.rendezvous import join
 from spark_dl.launch.rank.task import RankResult
-from spark_dl.launch.rendezvous import join
 from spark_dl.parallel.ddp import DDP
 from spark_dl.parallel.exchange.exchange import build_exchange
 from spark_dl.world import World

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from spark_dl.launch.connections import Port, connect
+from spark_dl.channel import Port, connect_to_rank
 from spark_dl.world import World
 
 _PIECE_BYTES = 1 << 20
@@ -57,4 +57,4 @@ def _connect(world: World, timeout_s: float) -> tuple[socket.socket, socket.sock
     ahead, behind = (world.rank + 1) % world.world_size, (world.rank - 1) % world.world_size
     with Port(world, f"stream/{world.rank}", "the next rank") as port, ThreadPoolExecutor(1) as pool:
         accepting = pool.submit(port.accept, [behind], timeout_s)  # all ranks connect and accept at once
-        return connect(world, f"stream/{ahead}", ahead, timeout_s).sock, accepting.result()[0].sock
+        return connect_to_rank(world, f"stream/{ahead}", ahead, timeout_s).sock, accepting.result()[0].sock

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.parallel import held, plans, sent, stages, vgg16
 from benchmarks.parallel.training import TIMEOUT_S
 from spark_dl.config import Launch
-from spark_dl.launch.rendezvous import join
+from spark_dl.launch.rank.rendezvous import join
 
 SECTIONS: Mapping[str, Callable[..., Any]] = {
     "held": held.measure,

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.exchange.report import Column, Section, check
 from benchmarks.parallel import figures, vgg16
 from benchmarks.parallel.parallel import summary
-from spark_dl.cli.plots import draw, render_page
+from spark_dl.track.plots import draw, render_page
 
 Rows = Sequence[Mapping[str, Any]]
 _SHOWN = {"naive": 4, "gpipe": 4, "1f1b": 8, "interleaved": 8, "zero_bubble": 8, "zbv": 8}

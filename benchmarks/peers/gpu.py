@@ -31,12 +31,12 @@ from spark_dl.config import Config, Data, Launch, Train
 from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.data.load.build import build_train_loader
 from spark_dl.data.write.arrays import write_arrays
-from spark_dl.launch.rendezvous import join
+from spark_dl.launch.rank.rendezvous import join
 from spark_dl.parallel import ddp, single
 from spark_dl.parallel.layout import apply_layout, to_device
 from spark_dl.parallel.trainable import Trainable
+from spark_dl.rundir.metrics import read_metrics
 from spark_dl.spec import Batch, ModelSpec, Run
-from spark_dl.training.metrics import read_metrics
 from spark_dl.worker import main as run_worker
 from spark_dl.world import World
 

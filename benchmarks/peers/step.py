@@ -28,7 +28,7 @@ from spark_dl.config import Checkpoint, Config, Data, Launch, Train
 from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.data.load.loader import Loader
 from spark_dl.data.write.arrays import write_arrays
-from spark_dl.launch.rendezvous import join
+from spark_dl.launch.rank.rendezvous import join
 from spark_dl.parallel import ddp
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.worker import main as run_worker

@@ -9,8 +9,8 @@ from typing import Any
 
 from spark_dl.config import Launch
 from spark_dl.launch.barrier import run_barrier
+from spark_dl.launch.rank.rendezvous import interfaces_of_host
 from spark_dl.launch.rank.task import RankResult
-from spark_dl.launch.rendezvous import interfaces_of_host
 
 
 @dataclass(frozen=True)

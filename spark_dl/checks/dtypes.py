@@ -21,7 +21,7 @@ from spark_dl.config import Config
 from spark_dl.data.columns.batch import build_batch
 from spark_dl.data.columns.inputs import cast_columns, two_rows_of_zeros
 from spark_dl.data.columns.schema import Column
-from spark_dl.parallel.generators import generators_kept
+from spark_dl.generators import generators_kept
 from spark_dl.parallel.loss import weighted_loss_sum
 from spark_dl.spec import ModelSpec, check_rows
 

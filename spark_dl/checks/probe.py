@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from spark_dl.config import Launch
 from spark_dl.gather import gather_json
-from spark_dl.launch import rendezvous
 from spark_dl.launch.barrier import run_barrier
+from spark_dl.launch.rank import rendezvous
 from spark_dl.launch.rank.task import RankResult
 from spark_dl.parallel.cost.cost import Network, Point, fit
 from spark_dl.parallel.cost.work import Exchange

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from spark_dl import strategies
 from spark_dl.checks.functions import check_functions
-from spark_dl.config import Config, Launch
+from spark_dl.config import Config, Launch, strategies
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.inputs import as_written
 from spark_dl.launch import preflight, resources

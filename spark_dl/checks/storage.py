@@ -10,8 +10,8 @@ import uuid
 
 from spark_dl import storage
 from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.load.local import Gather
 from spark_dl.data.load.mixture import Mixture
-from spark_dl.data.local import Gather
 from spark_dl.rundir.checkpoint_files import MANIFEST
 from spark_dl.spec import Run
 from spark_dl.training.initial import InitialWeights

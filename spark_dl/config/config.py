@@ -5,6 +5,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from spark_dl.config import strategies
 from spark_dl.config.checkpoint import Checkpoint
 from spark_dl.config.conflicts import check_conflicts
 from spark_dl.config.data import Assembled, Data
@@ -20,9 +21,7 @@ from spark_dl.config.train import Train
 
 
 def _default_strategy() -> Parallel:
-    from spark_dl.parallel.ddp import DDP  # strategies are built on the settings
-
-    return DDP()
+    return strategies.find(strategies.DEFAULT).settings()
 
 
 @named_settings

@@ -18,19 +18,17 @@ import docstring_parser
 import jsonargparse
 import yaml
 
-from spark_dl import strategies
-from spark_dl.config import Config
+from spark_dl.config import Config, strategies
 from spark_dl.config.checks import check, suggestion
 from spark_dl.config.fields import fields_of_caller
 from spark_dl.config.kinds import SECTION, explain_value, hints_of
 from spark_dl.config.parallel import Parallel
 
-DEFAULT_STRATEGY = "ddp"
 _MOST_VALUES = 1_000_000
 """Values of a settings file: more than a vocabulary in it has."""
 
 
-def sections(strategy: str = DEFAULT_STRATEGY) -> dict[str, type]:
+def sections(strategy: str = strategies.DEFAULT) -> dict[str, type]:
     """Returns the dataclass of each section by its name in `Config`. Raises ValueError for an unknown strategy."""
     found: dict[str, type] = {}
     for name, hint in typing.get_type_hints(Config).items():
@@ -39,7 +37,7 @@ def sections(strategy: str = DEFAULT_STRATEGY) -> dict[str, type]:
     return {**found, "parallel": strategies.find(strategy).settings}
 
 
-def config_keys(strategy: str = DEFAULT_STRATEGY) -> list[str]:
+def config_keys(strategy: str = strategies.DEFAULT) -> list[str]:
     """Returns all dotted keys, such as `train.lr`."""
     keys = [f"{name}.{f.name}" for name, section in sections(strategy).items() for f in dataclasses.fields(section)]
     return [*keys, "parallel.strategy"]
@@ -51,7 +49,7 @@ def build_config(plain: Mapping[str, Any]) -> Config:
     Raises ValueError for an unknown key, with the closest known key, and for an invalid value.
     """
     parallel = plain.get("parallel", {})
-    strategy = parallel.get("strategy", DEFAULT_STRATEGY) if isinstance(parallel, Mapping) else DEFAULT_STRATEGY
+    strategy = parallel.get("strategy", strategies.DEFAULT) if isinstance(parallel, Mapping) else strategies.DEFAULT
     known = sections(strategy)
     built: dict[str, Any] = {}
     for name, values in plain.items():
@@ -184,7 +182,7 @@ def _read_yaml(text: str) -> Any:
         return _Text(text) if is_word else _marked(value, depth=0)
     parallel = value.get("parallel")
     strategy = parallel.get("strategy") if isinstance(parallel, dict) else None
-    of_text = _keys_of_text(strategy if strategy in strategies.names() else DEFAULT_STRATEGY)
+    of_text = _keys_of_text(strategy if strategy in strategies.names() else strategies.DEFAULT)
     return {section: _marked_section(section, settings, of_text) for section, settings in value.items()}
 
 
@@ -272,7 +270,7 @@ def _config_files(args: Sequence[str]) -> list[str]:
 
 def strategy_of(args: Sequence[str]) -> str:
     """Returns `parallel.strategy` from the command line and its `--config` files. The last occurrence wins."""
-    found = DEFAULT_STRATEGY
+    found = strategies.DEFAULT
     for name, value in _pairs(args):
         if name == "--parallel.strategy":
             found = value

@@ -20,7 +20,7 @@ from spark_dl.doctor import leftovers, links
 from spark_dl.doctor.ask import ask_ranks
 from spark_dl.doctor.findings import ERROR, OK, WARNING, Diagnosis, Finding, sort
 from spark_dl.launch import preflight
-from spark_dl.launch.peers import Peer, sharing, versions
+from spark_dl.launch.rank.peers import Peer, sharing, versions
 from spark_dl.launch.session import find_session
 
 _LEAST_DISK_BYTES = 1 << 30

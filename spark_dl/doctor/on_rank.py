@@ -20,12 +20,12 @@ import torch
 from spark_dl.checks.storage import delete_probe, is_there, write_probe
 from spark_dl.doctor import leftovers, links
 from spark_dl.doctor.limited import Calls, within
-from spark_dl.launch import gpus
-from spark_dl.launch.peers import versions
+from spark_dl.launch.rank import gpus
+from spark_dl.launch.rank.peers import versions
+from spark_dl.launch.rank.rendezvous import socket_interface
 from spark_dl.launch.rank.sender import Reporter
 from spark_dl.launch.rank.task import RankResult, local_folders
 from spark_dl.launch.rank.tasks import host_of
-from spark_dl.launch.rendezvous import socket_interface
 from spark_dl.world import address_of, interface_of
 
 WAITS = "waits"

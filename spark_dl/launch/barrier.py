@@ -17,18 +17,18 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from spark_dl.channel import CRASH
 from spark_dl.config import Launch
 from spark_dl.launch import preflight
 from spark_dl.launch.code import payload
+from spark_dl.launch.failures import memory
 from spark_dl.launch.failures.root_cause import root_cause
 from spark_dl.launch.failures.stalled import SILENCE_S
-from spark_dl.launch.rank import memory
 from spark_dl.launch.rank.environment import check_env, warn_of_late
-from spark_dl.launch.rank.task import ROOT_CAUSE_WAIT_S, SCHEMA, RankResult, rank_task
+from spark_dl.launch.rank.task import ROOT_CAUSE_WAIT_S, SCHEMA, Attempt, RankResult, rank_task
 from spark_dl.launch.rank_job import RankJob
 from spark_dl.launch.starting import StartCheck
-from spark_dl.launch.supervise import Attempt
-from spark_dl.launch.watch import CRASH, Listener, listen, with_heartbeats
+from spark_dl.launch.watch import Listener, listen, with_heartbeats
 from spark_dl.spark_job import check_session, is_connect, is_local_master
 
 _log = logging.getLogger("spark_dl")

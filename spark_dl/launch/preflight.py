@@ -9,7 +9,8 @@ from collections.abc import Collection
 from typing import Any
 
 from spark_dl.config import Launch
-from spark_dl.launch import gpus, resources
+from spark_dl.launch import resources
+from spark_dl.launch.rank import gpus
 from spark_dl.launch.rank.tasks import host_of
 from spark_dl.spark_job import is_connect
 from spark_dl.storage import local_files

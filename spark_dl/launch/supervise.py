@@ -12,11 +12,11 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from spark_dl.config import Launch
 from spark_dl.launch.failures.errors import RankError
+from spark_dl.launch.rank.task import Attempt
 
 T = TypeVar("T")
 RESTARTS = 3
@@ -27,16 +27,6 @@ PREEMPTIONS = 100
 _NOT_OF_USER = ("builtins", "py4j", "pyspark")
 """Packages of the exceptions that do not come from a function of the user."""
 _log = logging.getLogger("spark_dl")
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One start of the ranks."""
-
-    number: int = 0
-    """Number of failed attempts before it."""
-    left_out: frozenset[str] = frozenset()
-    """Hosts that keep failing. They get no rank, if the other hosts have slots enough."""
 
 
 def run_attempts(

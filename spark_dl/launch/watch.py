@@ -4,67 +4,36 @@
 The ranks also meet here: each sends a message, and gets those of all ranks. Spark's `allGather` does the same, but its
 JVM looks for the messages once a second. A rank can also ask the driver a question, and waits for the answer.
 
-Connections are authenticated with the run's secret: each side proves that it knows it, by an HMAC-SHA256 of a random
-question. (`multiprocessing.connection` does the same with MD5 before Python 3.12, which hosts in FIPS mode refuse.)
-Events are JSON, never pickle. If a connection ends without a final event, the rank was killed. An idle rank sends a
-heartbeat each second. Without heartbeats, the host is cut off or the process hangs.
-Over Spark Connect executors cannot reach the driver. There is no listener, and the failure of a rank is read from
-Spark's error.
+Connections are authenticated with the run's secret (`spark_dl.channel`). Events are JSON, never pickle. If a connection
+ends without a final event, the rank was killed. An idle rank sends a heartbeat each second. Without heartbeats, the
+host is cut off or the process hangs. Over Spark Connect executors cannot reach the driver. There is no listener, and
+the failure of a rank is read from Spark's error.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import hmac
 import json
-import logging
-import math
 import os
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from multiprocessing import AuthenticationError, connection
+from collections.abc import Mapping
+from multiprocessing import connection
 from typing import Any
 
-from spark_dl.launch.rank.collectives import Progress
-from spark_dl.launch.rank.memory import Memory
-from spark_dl.launch.rank.status import Status
+from spark_dl.channel import CRASH, MAX_FRAME, MEETING_S, Address, accept_all, authenticate, shut
+from spark_dl.launch.failures.collectives import Progress
+from spark_dl.launch.failures.memory import Memory
+from spark_dl.launch.failures.status import Status
 from spark_dl.world import local_address
 
-_log = logging.getLogger("spark_dl")
-CRASH = "crash"
-"""Kind of the first message of a connection for what the handler of a signal writes, and of the event."""
-MAX_FRAME = 1 << 20
-"""Bytes of an event."""
-_AUTH_TIMEOUT_S = 2.0
-"""A rank that takes longer, as its imports hold the GIL, connects again (`connect`)."""
-_CONNECT_TIMEOUT_S = 10.0
-_PROOF_S = 60.0
-MEETING_S = 10.0
-"""How long ranks wait for the others in the driver's listener, before all of them use Spark's `allGather`."""
 _CRASH_WAIT_S = 1.0
 """How long a lost connection waits for what the process has written about its end."""
-_ACCEPT_AGAIN_S = 0.1
-"""How long to wait after a connection could not be taken, for example as too many files are open."""
-_QUESTION_BYTES = 32
-_CLIENT, _SERVER = b"client", b"server"
-"""The roles in a proof, so that what one side has proved is no proof of the other side."""
-_RIGHT, _WRONG = b"right", b"wrong"
 _LEAVE = b"null"
 """The answer to ranks that shall use `allGather`, as some ranks cannot reach the driver."""
-
-
-@dataclass(frozen=True)
-class Address:
-    """The address of the driver's listener, and the secret for connections to it."""
-
-    host: str
-    port: int
-    secret: bytes
+_CLOSE_S = 2.0
 
 
 class Listener:
@@ -130,7 +99,7 @@ class Listener:
         self._meeting.close()
         for conn in list(self._connections):
             shut(conn)
-        self._thread.join(_AUTH_TIMEOUT_S)
+        self._thread.join(_CLOSE_S)
 
     def _accept(self) -> None:
         accept_all(self._socket, self._connections, self._serve, "spark_dl events")
@@ -248,110 +217,3 @@ class _Meeting:
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-
-
-def accept_all(
-    listener: socket.socket, connections: set[connection.Connection], serve: Callable[..., None], name: str
-) -> None:
-    """Serves each connection in a thread of this name, until the socket is closed. Adds the connections to a set."""
-    is_said = False
-    while True:
-        try:
-            sock, _ = listener.accept()
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            conn = connection.Connection(sock.detach())
-            connections.add(conn)
-            threading.Thread(target=serve, args=(conn,), name=name, daemon=True).start()
-        except (OSError, RuntimeError) as error:  # RuntimeError: no more threads
-            if listener.fileno() < 0 or getattr(error, "errno", None) in (errno.EBADF, errno.EINVAL):
-                return
-            if not is_said:
-                _log.warning("%s: cannot take a connection: %s; trying again (see `ulimit -n`)", name, error)
-            is_said = True
-            time.sleep(_ACCEPT_AGAIN_S)
-
-
-def connect(address: Address, proof_s: float = _PROOF_S, *, lost_s: float = math.inf) -> connection.Connection:
-    """Returns a connection on which both sides have proved that they know the secret, within `proof_s`.
-
-    The other side closes the connection of a process that takes seconds to prove it, so it is tried three times.
-    lost_s: to send is an error if the other host has not confirmed what was sent for so long. Only on Linux.
-    Raises OSError if the other side cannot be reached or closes the connection, and AuthenticationError.
-    """
-    end = time.monotonic() + proof_s
-    for is_last in (False, False, True):
-        conn = _open(address, lost_s)
-        timer = threading.Timer(max(0.0, end - time.monotonic()), shut, (conn,))
-        timer.daemon = True
-        timer.start()
-        try:
-            _prove(conn, address.secret, _CLIENT)
-            _ask_for_proof(conn, address.secret, _SERVER)
-        except (EOFError, ConnectionError):
-            conn.close()
-            if is_last or time.monotonic() >= end:
-                raise ConnectionError("Connection closed by peer") from None
-        except BaseException:
-            conn.close()
-            raise
-        else:
-            return conn
-        finally:
-            timer.cancel()
-    raise AssertionError
-
-
-def _open(address: Address, lost_s: float) -> connection.Connection:
-    sock = socket.create_connection((address.host, address.port), timeout=_CONNECT_TIMEOUT_S)
-    sock.settimeout(None)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if math.isfinite(lost_s) and hasattr(socket, "TCP_USER_TIMEOUT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(1000 * lost_s)))
-    return connection.Connection(sock.detach())
-
-
-def authenticate(conn: connection.Connection, secret: bytes) -> bool:
-    """Authenticates a client in bounded time. The connection of a client that sends nothing is closed."""
-    timer = threading.Timer(_AUTH_TIMEOUT_S, shut, (conn,))
-    timer.daemon = True
-    timer.start()
-    try:
-        _ask_for_proof(conn, secret, _CLIENT)
-        _prove(conn, secret, _SERVER)
-    except (OSError, EOFError, AuthenticationError):
-        return False
-    finally:
-        timer.cancel()
-    return True
-
-
-def _ask_for_proof(conn: connection.Connection, secret: bytes, role: bytes) -> None:
-    """Raises AuthenticationError unless the other side, in its role, knows the secret. Tells it the result."""
-    question = os.urandom(_QUESTION_BYTES)
-    conn.send_bytes(question)
-    is_right = hmac.compare_digest(conn.recv_bytes(_QUESTION_BYTES), _proof(secret, role, question))
-    conn.send_bytes(_RIGHT if is_right else _WRONG)
-    if not is_right:
-        raise AuthenticationError("the other side does not know the secret")
-
-
-def _prove(conn: connection.Connection, secret: bytes, role: bytes) -> None:
-    """Answers `_ask_for_proof`. Raises AuthenticationError if the other side does not take the answer."""
-    question = conn.recv_bytes(_QUESTION_BYTES)
-    conn.send_bytes(_proof(secret, role, question))
-    if conn.recv_bytes(len(_RIGHT)) != _RIGHT:
-        raise AuthenticationError("the other side has another secret")
-
-
-def _proof(secret: bytes, role: bytes, question: bytes) -> bytes:
-    return hmac.digest(secret, role + question, "sha256")
-
-
-def shut(conn: connection.Connection) -> None:
-    """Shuts down a connection that another thread reads, so that the thread gets EOFError."""
-    with contextlib.suppress(OSError):
-        sock = socket.socket(fileno=conn.fileno())  # not a duplicate, for which a descriptor may be missing
-        try:
-            sock.shutdown(socket.SHUT_RDWR)
-        finally:
-            sock.detach()

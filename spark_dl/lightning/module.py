@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from spark_dl.config.checks import suggestion
+from spark_dl.generators import generators_kept
 from spark_dl.lightning import steps
 from spark_dl.lightning.optimizers import optimization_of
 from spark_dl.lightning.trainer import set_position
 from spark_dl.optimization import check_parameters
-from spark_dl.parallel.generators import generators_kept
 
 if TYPE_CHECKING:
     from spark_dl.spec import Batch

@@ -16,13 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from spark_dl.config.checks import check, check_bool, check_choices, check_number
 from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
+from spark_dl.config.strategies import Strategy
+from spark_dl.generators import generators_kept
 from spark_dl.nn.moe import moe_layers
 from spark_dl.optimization import Optimization, trained_by
 from spark_dl.parallel.batchnorm import synchronize_batchnorm
 from spark_dl.parallel.exchange.bucket_choice import BucketSize
 from spark_dl.parallel.exchange.exchange import average_whole, build_exchange
 from spark_dl.parallel.exchange_clock import ExchangeClock, build_clock
-from spark_dl.parallel.generators import generators_kept
 from spark_dl.parallel.loss import Count, Inside, unused_message
 from spark_dl.parallel.module_state import module_state_kept
 from spark_dl.parallel.same_model import check_same_model
@@ -263,3 +264,6 @@ def _run_without_trace(model: nn.Module, backward: Callable[[], object]) -> None
     for layer in moe_layers(model).values():
         layer.take_counts()  # only steps count
     model.zero_grad(set_to_none=True)
+
+
+STRATEGY = Strategy(settings=DDP, parallelize=parallelize)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from spark_dl.config.checks import check_bool, check_choices, check_number
 from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
+from spark_dl.config.strategies import Strategy
 from spark_dl.optimization import trained_by
 from spark_dl.parallel.exchange_clock import build_clock
 from spark_dl.parallel.loss import Count
@@ -279,3 +280,6 @@ def _environment(values: Mapping[str, Any]) -> Iterator[None]:
         for name in names:
             del os.environ[name]
         os.environ.update(before)
+
+
+STRATEGY = Strategy(settings=Horovod, parallelize=parallelize, check=lambda spark, config: check_available(config))

@@ -19,6 +19,7 @@ from spark_dl.config.checks import check_bool, check_number
 from spark_dl.config.conflicts import Conflict
 from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
+from spark_dl.config.strategies import Strategy
 from spark_dl.parallel import ddp, single
 from spark_dl.parallel.exchange_clock import ExchangeClock, build_clock
 from spark_dl.parallel.loss import Count, count_of
@@ -185,3 +186,6 @@ def _average(tensors: Iterable[Tensor], share: float, least: torch.dtype) -> Non
         dist.all_reduce(flat)
         for tensor, mean in zip(same, flat.split([t.numel() for t in same]), strict=True):
             tensor.copy_(mean.view_as(tensor))
+
+
+STRATEGY = Strategy(settings=LocalSGD, parallelize=parallelize)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
+from spark_dl.config.strategies import Strategy
 from spark_dl.optimization import Optimization, trained_by
 from spark_dl.parallel.exchange_clock import build_clock
 from spark_dl.parallel.loss import Call, Count, Inside
@@ -101,3 +102,7 @@ def train_alone(
         extra_state=scaler.state,
         clock=build_clock(world),
     )
+
+
+SINGLE = Strategy(settings=Single, parallelize=parallelize)
+OVER_GPUS = Strategy(settings=DPSingleProcess, parallelize=parallelize_over_gpus)

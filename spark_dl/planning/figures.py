@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from spark_dl.cli import plots
 from spark_dl.parallel.mesh.planner.search import Plan
 from spark_dl.parallel.mesh.planner.timeline import (
     BACKWARD,
@@ -17,6 +16,7 @@ from spark_dl.parallel.mesh.planner.timeline import (
     end_s,
     timeline,
 )
+from spark_dl.track import plots
 
 COLORS = {
     "forward": "#00a031", "backward": "#00a032", "sync": "#00a033", "number": "#00a034", "weights": "#00a041",

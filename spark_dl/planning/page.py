@@ -9,10 +9,10 @@ import yaml
 
 from spark_dl import storage
 from spark_dl._version import __version__
-from spark_dl.cli import plots
 from spark_dl.parallel.mesh.planner.choices import Problem
 from spark_dl.parallel.mesh.planner.search import Plan
 from spark_dl.planning import figures, tables
+from spark_dl.track import plots
 
 _MARK = "<!-- a plan of spark_dl -->"
 

@@ -15,10 +15,9 @@ import yaml
 
 from spark_dl import storage
 from spark_dl.config import Config
-from spark_dl.rundir import checkpoint, generations
+from spark_dl.rundir import checkpoint, generations, metrics
 from spark_dl.rundir.folder import CONFIG, check_folder, delete_run, has_trials
 from spark_dl.spec import Run
-from spark_dl.training import metrics
 
 _log = logging.getLogger("spark_dl")
 READ, WRITE = "cannot read the run_dir", "cannot write to the run_dir"

@@ -24,8 +24,7 @@ from pyarrow.fs import FileType
 
 from spark_dl import storage
 from spark_dl.data.dataset.folder import delete_dataset, is_dataset_file
-from spark_dl.rundir import checkpoint, checkpoint_files, environment, generations
-from spark_dl.training import metrics
+from spark_dl.rundir import checkpoint, checkpoint_files, environment, generations, metrics
 
 _log = logging.getLogger("spark_dl")
 

@@ -22,8 +22,8 @@ from spark_dl.data.columns.schema import Column
 from spark_dl.data.columns.source import BadCellsError, SourceColumn
 from spark_dl.data.write import spark_types
 from spark_dl.data.write.vocabulary import expression
-from spark_dl.launch import gpus
 from spark_dl.launch.code import payload
+from spark_dl.launch.rank import gpus
 from spark_dl.scoring.scorer import Scorer, loaded_model
 from spark_dl.spark_job import collect
 

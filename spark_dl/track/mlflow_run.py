@@ -25,13 +25,13 @@ from spark_dl.data.load.mixture import Mixture
 from spark_dl.rundir import checkpoint
 from spark_dl.rundir.checkpoint_files import parse_name
 from spark_dl.rundir.folder import CONFIG, MLFLOW
+from spark_dl.rundir.metrics import read_metrics
 from spark_dl.spec import Run
 from spark_dl.storage.credentials import without_secrets
 from spark_dl.storage.owner import temporary_prefix
 from spark_dl.track.background import Background, Event
 from spark_dl.track.mlflow_server import answers, connect, explained
 from spark_dl.track.values import as_key, as_value, flatten, metrics_of, name_of
-from spark_dl.training.metrics import read_metrics
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -12,8 +12,8 @@ import yaml
 
 from spark_dl import storage
 from spark_dl._version import __version__
-from spark_dl.cli import plots
 from spark_dl.rundir import environment
+from spark_dl.track import plots
 from spark_dl.track.report_figures import curves
 from spark_dl.track.report_text import duration, text, when
 from spark_dl.track.report_times import seconds_of, times_of

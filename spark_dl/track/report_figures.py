@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spark_dl.cli import plots
+from spark_dl.track import plots
 from spark_dl.track.run_log import Line, number
 from spark_dl.track.time_split import PARTS, TimeSplit
 

@@ -13,10 +13,9 @@ from typing import Any
 import yaml
 
 from spark_dl import storage
-from spark_dl.rundir import checkpoint, environment, generations
+from spark_dl.rundir import checkpoint, environment, generations, metrics
 from spark_dl.rundir.folder import CONFIG, TRIALS, has_trials
 from spark_dl.track.values import is_number
-from spark_dl.training import metrics
 
 Line = Mapping[str, Any]
 PREPARING, NOT_RECORDED = "preparing", "not recorded"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from spark_dl.parallel.generators import generators_kept
+from spark_dl.generators import generators_kept
 from spark_dl.parallel.loss import Call, count_of, select_rows, weighted_loss_sum
 from spark_dl.parallel.module_state import module_state_kept
 from spark_dl.spec import Batch, ModelSpec

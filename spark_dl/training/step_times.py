@@ -19,8 +19,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from spark_dl.rundir.metrics import MetricsLog
+
 if TYPE_CHECKING:
     from spark_dl.parallel.exchange_clock import StepClock
+    from spark_dl.training.state import RunState
 
 Times = npt.NDArray[np.float64]
 """[ranks, 2 + groups of steps]: seconds waited for data, seconds of all steps, and seconds blocked in each group."""
@@ -93,6 +96,54 @@ class StepTimer:
     def seconds_until(self, now: float) -> float:
         """Returns the duration of the interval until `now` on `time.perf_counter`."""
         return now - self._start
+
+
+class StepLog:
+    """The steps of one rank since the last log line, and the lines about them."""
+
+    def __init__(self, log: MetricsLog, timer: StepTimer, state: RunState, *, total_steps: int, device: torch.device):
+        """total_steps: number of steps of the run, which every line has."""
+        self._log, self._timer, self._state, self._total_steps = log, timer, state, total_steps
+        self.losses = torch.zeros((), dtype=torch.float64, device=device)
+        """Sum of this rank's losses."""
+        self.rows = 0
+        """True rows of these steps, on all ranks."""
+        self.lr = 0.0
+        """Learning rate of the last step."""
+
+    def add(self, loss: Tensor | float, rows: int) -> None:
+        """Counts a step, and its rows in the progress. loss: sum over this rank's rows. rows: of all ranks."""
+        progress = self._state.progress
+        self.losses += loss
+        progress.rows += rows
+        progress.epoch_rows += rows
+        self.rows += rows
+        self._timer.rows += rows
+
+    def forget(self) -> None:
+        """Forgets the steps since the last line."""
+        self.losses.zero_()
+        self.rows = 0
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Writes a line with the position of the run."""
+        progress = self._state.progress
+        self._log.write(kind, epoch=progress.epoch, step=progress.global_step, steps=self._total_steps, **values)
+
+    def write_steps(self, total: float, times: Times | None = None, **more: Any) -> None:
+        """Writes the line of these steps, and begins the next interval.
+
+        total: the sum of their losses on all ranks. times: those of all ranks. more: further values.
+        """
+        timer, rows, now = self._timer, self.rows, time.perf_counter()
+        seconds = timer.seconds_until(now)
+        self._state.progress.loss_sum += total
+        self.forget()
+        if times is not None and self._log.writes:
+            more |= split_times(times, seconds)
+        rate, data_s = timer.rows / max(seconds, 1e-9), timer.data_s if times is None else float(times[0, 0])
+        self.write("step", loss=total / rows, lr=self.lr, rows_per_s=rate, data_s=data_s, seconds=seconds, **more)
+        timer.reset(now)
 
 
 def num_groups(num_ranks: int, log_every: int) -> int:

@@ -16,8 +16,8 @@ from spark_dl import worker
 from spark_dl.checks.storage import check_reach
 from spark_dl.config.load import build_config
 from spark_dl.gather import gather_by_store
-from spark_dl.launch import rendezvous
 from spark_dl.launch.failures.describe import describe
+from spark_dl.launch.rank import rendezvous
 from spark_dl.launch.rank.groups import Group, group_of, joined
 from spark_dl.launch.rank.sender import Reporter
 from spark_dl.launch.rank.task import RankResult

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from spark_dl.config import Config
 from spark_dl.driver import TrainResult
-from spark_dl.training import metrics
+from spark_dl.rundir import metrics
 
 if TYPE_CHECKING:
     import optuna

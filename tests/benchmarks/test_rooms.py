@@ -31,4 +31,6 @@ def test_a_folder_of_the_benchmarks_imports_those_below_it_alone(name):
 
 
 def test_the_package_knows_nothing_of_the_benchmarks():
-    assert [path for path in PACKAGE.rglob("*.py") for i in imports_of(path) if top_name(i.module) == "benchmarks"] == []
+    assert [
+        path for path in PACKAGE.rglob("*.py") for i in imports_of(path) if top_name(i.module) == "benchmarks"
+    ] == []

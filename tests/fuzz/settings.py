@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import yaml
 from hypothesis import strategies as st
 
-from spark_dl import strategies as strategies_of_runs
+from spark_dl.config import strategies as strategies_of_runs
 from spark_dl.config.load import build_config, load_config, sections
 from tests.fuzz.errors import note, without_digits
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from spark_dl import DDP, Checkpoint, DPSingleProcess, LocalSGD, ModelSpec, Single, worker
 from spark_dl.evaluate import load_model
-from spark_dl.launch.rendezvous import join
+from spark_dl.launch.rank.rendezvous import join
 from spark_dl.rundir import checkpoint
-from spark_dl.training.metrics import read_metrics
+from spark_dl.rundir.metrics import read_metrics
 from tests.builders.models import MLP, blobs, small_config
 from tests.faults import BuildGated, row_of
 from tests.ranks.launcher import RankFailed, run_ranks

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from spark_dl import Launch
-from spark_dl.launch.rendezvous import join
+from spark_dl.launch.rank.rendezvous import join
 
 MARKER = bytes(range(64, 80)) * 4
 """64 bytes of the tensor."""

@@ -13,8 +13,8 @@ from benchmarks.model.profiles import PROFILES
 from spark_dl import DDP, Checkpoint, worker
 from spark_dl.parallel.exchange.buckets import assign_buckets
 from spark_dl.rundir import checkpoint
+from spark_dl.rundir.metrics import read_metrics
 from spark_dl.spec import Run
-from spark_dl.training.metrics import read_metrics
 from tests.builders.datasets import write_dataset
 from tests.builders.models import blobs, small_config
 from tests.ranks.launcher import run_ranks

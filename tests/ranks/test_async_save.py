@@ -6,7 +6,7 @@ import pytest
 
 from spark_dl import LocalSGD, Mesh, storage
 from spark_dl.rundir import checkpoint, checkpoint_files
-from spark_dl.training.metrics import read_metrics
+from spark_dl.rundir.metrics import read_metrics
 from tests.builders.models import small_config
 from tests.ranks.launcher import RankFailed, run_ranks
 from tests.ranks.runs import assert_same_to_the_bit, make_run, resume, train, train_rank

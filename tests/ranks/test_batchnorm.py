@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from spark_dl import DDP, Config, Launch, LocalSGD, ModelSpec
-from spark_dl.launch import rendezvous
+from spark_dl.launch.rank import rendezvous
 from spark_dl.parallel.batchnorm import CpuSyncBatchNorm, synchronize_batchnorm
-from spark_dl.training.metrics import read_metrics
+from spark_dl.rundir.metrics import read_metrics
 from tests.builders.models import small_config
 from tests.ranks.launcher import run_ranks
 from tests.ranks.runs import make_run, train

@@ -13,14 +13,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from spark_dl import Launch, ModelSpec, loop
-from spark_dl.launch import rendezvous
+from spark_dl.launch.rank import rendezvous
 from spark_dl.parallel import ddp
 from spark_dl.parallel.exchange.compression import Bucket, all_gather, average_largest, average_thresholded
 from spark_dl.parallel.exchange.exchange import ErrorFeedback, check_can_sum
 from spark_dl.parallel.exchange.powersgd import PowerSgd
 from spark_dl.parallel.exchange.serial import SerialCollectives
 from spark_dl.rundir import checkpoint
-from spark_dl.training.metrics import read_metrics
+from spark_dl.rundir.metrics import read_metrics
 from tests.builders.models import DROPOUT_MLP, MLP, build_mlp, small_config
 from tests.builders.settings import parallel
 from tests.ranks.launcher import RankFailed, run_ranks

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.parallel import held
 from spark_dl.config import Launch
-from spark_dl.launch import rendezvous
+from spark_dl.launch.rank import rendezvous
 from spark_dl.parallel.mesh.planner.memory import STATES
 from spark_dl.parallel.mesh.planner.memory import held as by_formula
 from tests.ranks.launcher import run_ranks

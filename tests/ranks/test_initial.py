@@ -7,7 +7,7 @@ import torch
 
 from spark_dl.evaluate import load_model
 from spark_dl.rundir import checkpoint
-from spark_dl.training.metrics import read_metrics
+from spark_dl.rundir.metrics import read_metrics
 from tests.builders.models import MLP, blobs, small_config
 from tests.builders.reference import reference
 from tests.ranks.runs import assert_same_to_the_bit, cut_at, make_run, resume, train

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from spark_dl import Launch
-from spark_dl.launch import rendezvous
+from spark_dl.launch.rank import rendezvous
 from tests.ranks.launcher import run_ranks
 
 

@@ -19,11 +19,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from spark_dl import DDP, Launch, LocalSGD, ModelSpec, worker
-from spark_dl.launch import rendezvous
+from spark_dl.channel import Address
 from spark_dl.launch.failures import first_failure
 from spark_dl.launch.failures.describe import is_secondary
+from spark_dl.launch.rank import rendezvous
 from spark_dl.launch.rank.store import RankStore, Server
-from spark_dl.launch.watch import Address
 from spark_dl.parallel import ddp
 from spark_dl.world import World
 from tests.builders.models import MLP, build_mlp, small_config
@@ -180,7 +180,7 @@ def test_an_error_of_storage_is_no_sign_of_a_lost_rank():
 LEAVES = """
 import os, torch
 from spark_dl.config import Launch
-from spark_dl.launch.rendezvous import join
+from spark_dl.launch.rank.rendezvous import join
 
 def gloo_threads():
     return sum("gloo" in open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task"))

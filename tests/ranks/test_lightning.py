@@ -13,7 +13,7 @@ from spark_dl import DDP, LocalSGD, ModelSpec, Single, read_shards, storage
 from spark_dl.data.plan import Plan
 from spark_dl.evaluate import load_model
 from spark_dl.rundir import checkpoint
-from spark_dl.training.metrics import read_metrics
+from spark_dl.rundir.metrics import read_metrics
 from tests.builders.datasets import global_batches, write_dataset
 from tests.builders.lightning_modules import (
     ByEpoch,

@@ -15,13 +15,13 @@ from spark_dl import Data, Launch, Loader, ModelSpec, Shards, worker
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.source import SourceColumn
 from spark_dl.data.dataset.records import ShardSet
-from spark_dl.data.local import RowSettings
+from spark_dl.data.load.local import RowSettings
 from spark_dl.data.plan import Plan
 from spark_dl.data.write.writer import rows_per_file
 from spark_dl.launch.rank.task import TaskInput
 from spark_dl.rundir import checkpoint
+from spark_dl.rundir.metrics import read_metrics
 from spark_dl.spec import Run
-from spark_dl.training.metrics import read_metrics
 from tests.builders.datasets import global_batches
 from tests.builders.models import MLP, blobs, build_mlp, same_bits, small_config
 from tests.ranks.launcher import run_ranks

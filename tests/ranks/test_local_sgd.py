@@ -13,10 +13,10 @@ from spark_dl import Checkpoint, Launch, LocalSGD, ModelSpec
 from spark_dl.data.load.build import build_loader
 from spark_dl.data.plan import Plan, streams_of_rank
 from spark_dl.evaluate import load_model
-from spark_dl.launch import rendezvous
+from spark_dl.launch.rank import rendezvous
 from spark_dl.parallel.local_sgd import average_weights
 from spark_dl.rundir import checkpoint
-from spark_dl.training.metrics import read_metrics
+from spark_dl.rundir.metrics import read_metrics
 from tests.builders.datasets import stream_batches
 from tests.builders.models import DROPOUT_MLP, blobs, build_mlp, small_config
 from tests.ranks.launcher import run_ranks

@@ -13,7 +13,7 @@ from torch import nn
 from spark_dl import Launch, Mesh, ModelSpec
 from spark_dl.data.load.build import build_loader
 from spark_dl.evaluate import load_model
-from spark_dl.launch import rendezvous
+from spark_dl.launch.rank import rendezvous
 from spark_dl.parallel.loss import weighted_loss_sum
 from spark_dl.rundir.checkpoint_files import DamagedError
 from spark_dl.rundir.weights import load_weights

@@ -12,9 +12,9 @@ from torch import nn
 
 from spark_dl import Checkpoint, ModelSpec
 from spark_dl.rundir import checkpoint
+from spark_dl.rundir.metrics import read_metrics
 from spark_dl.rundir.weights import load_weights
 from spark_dl.training import nonfinite
-from spark_dl.training.metrics import read_metrics
 from tests.builders.models import blobs, build_never_finite, same_bits, small_config
 from tests.builders.reference import reference
 from tests.builders.row_places import rows_named

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from spark_dl import Checkpoint, ModelSpec, loop, strategies, worker
-from spark_dl.launch import rendezvous
+from spark_dl import Checkpoint, ModelSpec, loop, worker
+from spark_dl.config import strategies
+from spark_dl.launch.rank import rendezvous
 from spark_dl.rundir import checkpoint
-from spark_dl.training.metrics import read_metrics
+from spark_dl.rundir.metrics import read_metrics
 from tests.builders.models import build_mlp, build_never_finite, small_config
 from tests.builders.row_places import rows_named
 from tests.builders.settings import parallel as make_parallel

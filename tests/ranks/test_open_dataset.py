@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import spark_dl
 from spark_dl import Data, Loader
-from spark_dl.data.local import RankRows, RowSettings
+from spark_dl.data.load.local import RankRows, RowSettings
 from tests.builders.datasets import write_dataset
 from tests.ranks.launcher import run_ranks
 

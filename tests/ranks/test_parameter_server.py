@@ -16,8 +16,8 @@ from torch import nn
 from spark_dl import Checkpoint, ModelSpec, ParameterServer, worker
 from spark_dl.launch.failures.describe import describe
 from spark_dl.rundir import checkpoint, saving
+from spark_dl.rundir.metrics import read_metrics
 from spark_dl.spec import Run
-from spark_dl.training.metrics import read_metrics
 from tests.builders.datasets import write_dataset
 from tests.builders.models import DROPOUT_MLP, MLP, blobs, same_bits, small_config
 from tests.ranks.launcher import RankFailed, run_ranks

@@ -9,8 +9,8 @@ from spark_dl import DDP, ModelSpec, worker
 from spark_dl.data.load.mixture import Mixture
 from spark_dl.parallel.exchange.collectives import ALGORITHMS
 from spark_dl.rundir import checkpoint
+from spark_dl.rundir.metrics import read_metrics
 from spark_dl.spec import Run
-from spark_dl.training.metrics import read_metrics
 from tests.builders import reference
 from tests.builders.datasets import write_dataset
 from tests.builders.models import MLP, blobs, build_mlp, small_config

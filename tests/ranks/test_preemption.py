@@ -12,7 +12,7 @@ import torch.distributed as dist
 from spark_dl import ModelSpec, storage
 from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.rundir import checkpoint
-from spark_dl.training.metrics import read_metrics
+from spark_dl.rundir.metrics import read_metrics
 from tests.builders.datasets import write_dataset
 from tests.builders.models import DROPOUT_MLP, blobs, small_config
 from tests.ranks.launcher import RankFailed, kill_ranks, run_ranks

@@ -14,8 +14,8 @@ import torch
 import spark_dl
 from spark_dl import DDP, Faults, Horovod, LocalSGD, ModelSpec
 from spark_dl.rundir import environment
+from spark_dl.rundir.metrics import read_metrics
 from spark_dl.track.time_split import find_stragglers, split_of
-from spark_dl.training.metrics import read_metrics
 from tests.builders.models import DROPOUT_MLP, small_config
 from tests.ranks.runs import assert_same_to_the_bit, make_run, train
 

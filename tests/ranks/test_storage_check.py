@@ -20,7 +20,7 @@ from spark_dl.data.load.build import build_train_loader
 from spark_dl.data.parquet.file import HAS_CHECKSUMS
 from spark_dl.data.plan import streams_of_rank
 from spark_dl.rundir import attempt, checkpoint, saving
-from spark_dl.training.metrics import read_metrics
+from spark_dl.rundir.metrics import read_metrics
 from tests.builders.datasets import write_dataset
 from tests.builders.models import MLP, blobs, build_mlp, small_config
 from tests.ranks.launcher import kill_ranks, run_ranks

@@ -13,10 +13,10 @@ from torch import nn
 from benchmarks.faults import ledger
 from spark_dl import DDP, Checkpoint, Config, Launch, ModelSpec, worker
 from spark_dl.data.dataset.manifest import read_shards
-from spark_dl.launch import rendezvous
+from spark_dl.launch.rank import rendezvous
 from spark_dl.rundir import attempt, checkpoint, rank_files, saving
+from spark_dl.rundir.metrics import read_metrics
 from spark_dl.spec import Run
-from spark_dl.training.metrics import read_metrics
 from tests.builders.datasets import write_dataset
 from tests.builders.models import DROPOUT_MLP, MLP, blobs, build_dropout_mlp, same_bits, small_config
 from tests.ranks.launcher import RankFailed, run_ranks

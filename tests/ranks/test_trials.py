@@ -15,7 +15,7 @@ from spark_dl import Horovod, LocalSGD, ModelSpec, ParameterServer
 from spark_dl.launch.rank.sender import Reporter, Sender
 from spark_dl.launch.watch import Listener
 from spark_dl.rundir import checkpoint, generations
-from spark_dl.training.metrics import read_metrics
+from spark_dl.rundir.metrics import read_metrics
 from spark_dl.trials.hand_out import HandOut
 from spark_dl.trials.order import begin
 from spark_dl.trials.rank import run_trials

@@ -18,15 +18,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import spark_dl
-from spark_dl import ModelSpec, RankError, strategies, worker
+from spark_dl import ModelSpec, RankError, worker
 from spark_dl.baselines.driver_loop import gradient_sum
 from spark_dl.baselines.driver_loop.received import only_gradients
+from spark_dl.config import strategies
 from spark_dl.data.load.mixture import Mixture
 from spark_dl.rundir import checkpoint
+from spark_dl.rundir.metrics import read_metrics
 from spark_dl.spec import Run
 from spark_dl.track.time_split import split_of
 from spark_dl.training.finite import Finding
-from spark_dl.training.metrics import read_metrics
 from tests.builders import reference
 from tests.builders.datasets import write_dataset
 from tests.builders.models import DROPOUT_MLP, MLP, blobs, build_mlp, same_bits, small_config

@@ -27,9 +27,9 @@ from pyspark.sql import SparkSession
 
 import spark_dl
 from spark_dl import Launch, RankError, spark_job
-from spark_dl.launch import barrier, preflight, rendezvous, session, starting
-from spark_dl.launch.rank.task import RankResult
-from spark_dl.launch.supervise import Attempt
+from spark_dl.launch import barrier, preflight, session, starting
+from spark_dl.launch.rank import rendezvous
+from spark_dl.launch.rank.task import Attempt, RankResult
 from spark_dl.launch.watch import Listener
 from tests.builders.datasets import write_dataset
 from tests.builders.models import MLP, blobs, same_bits, small_config

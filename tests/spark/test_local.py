@@ -14,7 +14,7 @@ from pyspark.ml.linalg import Vectors
 
 import spark_dl
 from spark_dl import Data, RankError, Shards
-from spark_dl.data import local
+from spark_dl.data.load import local
 from spark_dl.launch import preflight
 from spark_dl.launch.barrier import run_barrier
 from spark_dl.launch.rank.marked import MARK, command_of, marked

@@ -19,7 +19,7 @@ import spark_dl
 from benchmarks.faults import state as bench_state
 from spark_dl import Checkpoint, Launch, ModelSpec, RankError
 from spark_dl.rundir import checkpoint, environment
-from spark_dl.training.metrics import read_metrics
+from spark_dl.rundir.metrics import read_metrics
 from tests.builders.datasets import write_dataset
 from tests.builders.models import DROPOUT_MLP, blobs, build_mlp, small_config
 from tests.builders.settings import parallel

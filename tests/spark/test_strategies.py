@@ -96,7 +96,7 @@ spark.stop()
 ASK = """
 import json, sys
 import spark_dl
-from spark_dl import strategies
+from spark_dl.config import strategies
 from spark_dl.config.load import build_config, describe_settings
 errors = {}
 for plain in json.loads(sys.argv[1]):

@@ -22,12 +22,12 @@ from torch import nn
 
 import spark_dl
 from spark_dl import Config, Data, ModelSpec, Shards, read_shards, write_shards
-from spark_dl.data import local
 from spark_dl.data.columns import cell_codec
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.images import read_image
 from spark_dl.data.columns.policies import Changes
 from spark_dl.data.columns.ragged import Ragged, concatenate
+from spark_dl.data.load import local
 from spark_dl.data.write.once import read_once
 from tests.builders.images import other, pixels, png, turned
 from tests.builders.models import CityModel, small_config

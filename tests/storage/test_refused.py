@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from spark_dl.rundir import checkpoint
-from spark_dl.training.metrics import read_metrics
+from spark_dl.rundir.metrics import read_metrics
 from tests.ranks.runs import assert_same_to_the_bit
 
 STEPS, REFUSED = 12, 4

@@ -11,6 +11,7 @@ import pytest
 
 import spark_dl
 import spark_dl.ml
+from spark_dl import strategy
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "tests" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -79,7 +80,8 @@ def test_the_table_of_lines_counts_the_code_below_it_and_no_other_tool_needs_few
 def test_every_public_name_is_in_the_reference():
     listed = re.findall(r"^\.\. auto\w+:: (\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
     of_package = {*spark_dl.__all__} - {"nn"}
-    assert sorted(listed) == sorted([*of_package, *spark_dl.ml.__all__, *spark_dl.nn.__all__])
+    of_strategies = {*strategy.__all__} - of_package
+    assert sorted(listed) == sorted([*of_package, *of_strategies, *spark_dl.ml.__all__, *spark_dl.nn.__all__])
 
 
 def test_the_table_of_the_result_has_every_field():

@@ -66,4 +66,4 @@ def test_every_temporary_folder_of_the_package_has_its_owner_in_its_name():
     paths = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "bench"]
     found = {path.relative_to(PACKAGE).as_posix(): set(temporary(ast.parse(path.read_text()))) for path in paths}
     assert set().union(*found.values()) == {"temporary_prefix()"}, found
-    assert {"data/local.py", "launch/rank/script.py", "track/tensorboard.py"} <= {n for n, p in found.items() if p}
+    assert {"data/load/local.py", "launch/rank/script.py", "track/tensorboard.py"} <= {n for n, p in found.items() if p}

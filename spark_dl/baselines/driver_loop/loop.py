@@ -33,12 +33,14 @@ from spark_dl.baselines.driver_loop.gradient_sum import GradientSum
 from spark_dl.baselines.driver_loop.rank_task import Attempt, Step, part_of_rank
 from spark_dl.baselines.driver_loop.received import only_gradients
 from spark_dl.config import Config
+from spark_dl.config.parallel import Parallel
+from spark_dl.config.strategies import Strategy
 from spark_dl.data.columns.batch import StepBatches
 from spark_dl.data.load.build import BatchLoader, build_train_loader
+from spark_dl.generators import generators_kept
 from spark_dl.launch.code import payload
 from spark_dl.launch.failures.root_cause import root_cause
 from spark_dl.parallel.exchange_clock import Seconds
-from spark_dl.parallel.generators import generators_kept
 from spark_dl.parallel.loss import Count
 from spark_dl.parallel.trainable import Scaler, Trainable, build_optimization
 from spark_dl.spark_job import describe, is_connect
@@ -255,3 +257,8 @@ class _Jobs:
         failed = re.search(r"[Tt]ask \d+\.?\d* in stage (\d+)", text)
         is_first = job is not None and failed is not None and int(failed.group(1)) == min(job.stageIds)
         return root_cause([], {rank: {"rank": rank} for rank in range(num_ranks)} if is_first else {}, error, {})
+
+
+def by_spark(settings: type[Parallel], aggregate: Aggregate) -> Strategy:
+    """Returns the strategy in which Spark aggregates the gradients of a step in this way."""
+    return Strategy(settings=settings, train_from_driver=functools.partial(train, aggregate=aggregate), check=check)

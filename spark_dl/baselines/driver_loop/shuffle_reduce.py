@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from spark_dl.baselines.driver_loop.gradient_sum import GradientSum, add, join
+from spark_dl.baselines.driver_loop.loop import by_spark
 from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
 
@@ -33,3 +34,6 @@ def aggregate(parts: RDD[GradientSum], config: Config) -> GradientSum:
     """Returns the sum of all ranks' gradients. Called on the driver; runs one Spark job."""
     num_ranks = config.launch.num_ranks
     return join(parts.flatMap(lambda part: part.cut(num_ranks)).reduceByKey(add, num_ranks).collect())
+
+
+STRATEGY = by_spark(ShuffleReduce, aggregate)

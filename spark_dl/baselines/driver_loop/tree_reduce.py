@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from spark_dl.baselines.driver_loop.gradient_sum import GradientSum, add
+from spark_dl.baselines.driver_loop.loop import by_spark
 from spark_dl.config.checks import check_number
 from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
@@ -40,3 +41,6 @@ def aggregate(parts: RDD[GradientSum], config: Config) -> GradientSum:
     assert isinstance(config.parallel, TreeReduce)
     total: GradientSum = parts.treeReduce(add, config.parallel.tree_depth)
     return total
+
+
+STRATEGY = by_spark(TreeReduce, aggregate)

@@ -38,10 +38,11 @@ from spark_dl.baselines.servers.mini_batches import MiniBatches
 from spark_dl.baselines.servers.roles import Roles, connect_all
 from spark_dl.baselines.servers.rules import Coordinator, Gradient, rules_of
 from spark_dl.baselines.servers.server import Server, follow
-from spark_dl.baselines.servers.settings import settings_of
+from spark_dl.baselines.servers.settings import ParameterServer, settings_of
 from spark_dl.baselines.servers.trainer import Trainer, add_gradient
 from spark_dl.baselines.servers.wire import Numbers, Transport
-from spark_dl.launch.rank import status
+from spark_dl.config.strategies import Strategy
+from spark_dl.launch.failures import status
 from spark_dl.loop import Training
 from spark_dl.parallel.same_model import check_same_model
 from spark_dl.parallel.trainable import OptimizerState, Trainable
@@ -251,3 +252,6 @@ class _ServedTraining:
         steps = self.training.steps
         steps.write_steps(float(steps.losses), staleness=staleness, discarded=self._coordinator.discarded)
         self.pending_staleness = []
+
+
+STRATEGY = Strategy(settings=ParameterServer, train_on_ranks=train)

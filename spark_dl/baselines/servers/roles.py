@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spark_dl.baselines.servers.wire import Transport
+from spark_dl.channel import Port, connect_to_rank
 from spark_dl.config import Config
-from spark_dl.launch.connections import Port, connect
 from spark_dl.world import World
 
 
@@ -62,11 +62,11 @@ def connect_all(world: World, roles: Roles, config: Config, most_numbers: int) -
     try:
         if not roles.is_server:
             for server in roles.servers:
-                wire.add(*connect(world, name(server), server, timeout_s))
+                wire.add(*connect_to_rank(world, name(server), server, timeout_s))
             return wire
         with Port(world, name(world.rank), "the parameter server") as port:
             if world.rank != roles.first:
-                wire.add(*connect(world, name(roles.first), roles.first, timeout_s))
+                wire.add(*connect_to_rank(world, name(roles.first), roles.first, timeout_s))
             followers = roles.servers[1:] if world.rank == roles.first else ()
             for peer in port.accept([*roles.trainers, *followers], timeout_s):
                 wire.add(*peer)

@@ -11,11 +11,10 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spark_dl.launch.failures.errors import OtherRankError
+from spark_dl.launch.failures import status
+from spark_dl.launch.failures.collectives import last_collective
+from spark_dl.launch.failures.errors import OtherRankError, ScriptError
 from spark_dl.launch.failures.shown_error import harmless
-from spark_dl.launch.rank import status
-from spark_dl.launch.rank.collectives import last_collective
-from spark_dl.launch.rank.script import ScriptError
 
 _OUTPUT_CHARACTERS = 4000
 """How much of the end of a rank's output is in its error."""

@@ -113,3 +113,7 @@ def _rank_error(reason: str, about: Mapping[str, Any]) -> RankError:
 
 class OtherRankError(RuntimeError):
     """Raised on a rank that stops because of a problem on another rank. The message names the problem."""
+
+
+class ScriptError(RuntimeError):
+    """A program ended with another exit code than 0."""

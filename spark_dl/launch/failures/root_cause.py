@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from spark_dl.config.checks import missing_on_executors
+from spark_dl.launch.failures import memory
 from spark_dl.launch.failures.describe import failure_in, name_of, named
 from spark_dl.launch.failures.errors import RankError
+from spark_dl.launch.failures.memory import Memory
 from spark_dl.launch.failures.mismatch import aborted_by_gloo, behind, mismatch
 from spark_dl.launch.failures.stalled import is_silent, what_ranks_did
-from spark_dl.launch.rank import memory
-from spark_dl.launch.rank.memory import Memory
-from spark_dl.launch.rank.sigterm import PLANNED
-from spark_dl.launch.rank.status import Status, in_words
+from spark_dl.launch.failures.status import PLANNED, Status, in_words
 
 
 def root_cause(

@@ -8,7 +8,7 @@ from typing import Any
 
 from spark_dl.launch.failures import mismatch
 from spark_dl.launch.failures.describe import named
-from spark_dl.launch.rank.status import LOADING, READING, SAVING, in_words
+from spark_dl.launch.failures.status import LOADING, READING, SAVING, in_words
 
 _NO_STACKS = "  no stacks: the process does not answer, or did not stop for long enough\n"
 SILENCE_S = 3.0

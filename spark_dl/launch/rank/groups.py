@@ -19,7 +19,7 @@ import torch.distributed as dist
 from spark_dl.config import Launch
 from spark_dl.launch.failures.errors import OtherRankError
 from spark_dl.launch.rank.environment import place_env, restored_process
-from spark_dl.launch.rendezvous import abort_group, create_group
+from spark_dl.launch.rank.rendezvous import abort_group, create_group
 from spark_dl.world import World
 
 _FAILED = "failed"

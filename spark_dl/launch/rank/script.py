@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spark_dl.launch.failures.errors import ScriptError
 from spark_dl.launch.rank import as_program
 from spark_dl.launch.rank.environment import check_env
 from spark_dl.storage.owner import temporary_prefix
@@ -26,10 +27,6 @@ _START = (
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
 )
 _END_WAIT_S = 5.0
-
-
-class ScriptError(RuntimeError):
-    """A program ended with another exit code than 0."""
 
 
 @dataclass(frozen=True)

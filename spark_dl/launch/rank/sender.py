@@ -21,10 +21,11 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import AuthenticationError, connection
 from typing import Any
 
-from spark_dl.launch.rank import memory, sigterm, status
-from spark_dl.launch.rank.collectives import last_collective, progress
+from spark_dl.channel import CRASH, MAX_FRAME, MEETING_S, Address, connect
+from spark_dl.launch.failures import memory, status
+from spark_dl.launch.failures.collectives import last_collective, progress
+from spark_dl.launch.rank import sigterm
 from spark_dl.launch.rank.tasks import RankTasks
-from spark_dl.launch.watch import CRASH, MAX_FRAME, MEETING_S, Address, connect
 
 _MAX_ANSWER = 1 << 28
 """Bytes of the messages of all ranks."""

@@ -15,9 +15,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
+from spark_dl.launch.failures.status import PLANNED
+
 _log = logging.getLogger("spark_dl")
-PLANNED = "SIGTERM, as planned"
-"""Text in place of the stacks of a rank that ends as planned. They would show threads that wait for the end."""
 _stacks_to: int | None = None
 """Descriptor of the file that gets the stacks of this process when SIGTERM ends it; None if nobody asks for them."""
 _is_postponed = False

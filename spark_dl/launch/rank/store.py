@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from spark_dl.launch.watch import Address, accept_all, authenticate, connect, shut
+from spark_dl.channel import Address, accept_all, authenticate, connect, shut
 
 _MAX_MESSAGE = 1 << 28
 _LAST_ANSWERS_S = 2.0

@@ -17,18 +17,17 @@ from typing import Any
 
 import pyarrow as pa
 
+from spark_dl.channel import Address
 from spark_dl.config import Launch
 from spark_dl.launch.code import payload
+from spark_dl.launch.failures import status
 from spark_dl.launch.failures.describe import describe, failed_in_task
-from spark_dl.launch.peers import check_versions, versions
-from spark_dl.launch.rank import status
 from spark_dl.launch.rank.children import ended_with_rank, outliving_env
 from spark_dl.launch.rank.environment import RESTARTS, applied, is_clean
 from spark_dl.launch.rank.output import Output, line_buffered
+from spark_dl.launch.rank.peers import check_versions, versions
 from spark_dl.launch.rank.sender import Reporter, Sender, crashes_reported
 from spark_dl.launch.rank.tasks import choose, own_executor
-from spark_dl.launch.supervise import Attempt
-from spark_dl.launch.watch import Address
 
 ROOT_CAUSE_WAIT_S = 2.0
 """How long to wait for the root cause after a failure that is only a consequence."""
@@ -41,6 +40,16 @@ _START_STALL = 0.5
 _LAST_LINE_S = 0.5
 """For the last line of a rank that ends itself to reach the executor's log."""
 SCHEMA = "rank int, result binary, refused string, output string"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the ranks."""
+
+    number: int = 0
+    """Number of failed attempts before it."""
+    left_out: frozenset[str] = frozenset()
+    """Hosts that keep failing. They get no rank, if the other hosts have slots enough."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import nn
 from spark_dl.config.conflicts import ELEMENTWISE
 from spark_dl.optimization import Optimization, check_elementwise
 from spark_dl.parallel.loss import Inside
-from spark_dl.parallel.mesh.experts.divide import connect_experts, cut_experts, find_experts
+from spark_dl.parallel.mesh.expert_ranks import connect_experts, cut_experts, find_experts
 from spark_dl.parallel.mesh.fsdp import default_units, shard_fully
 from spark_dl.parallel.mesh.groups import Groups
 from spark_dl.parallel.mesh.layers import Layer, balance, build_chain, check_cut

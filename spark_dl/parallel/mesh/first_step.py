@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spark_dl.generators import generators_kept
 from spark_dl.nn.moe import moe_layers
-from spark_dl.parallel.generators import generators_kept
 from spark_dl.parallel.loss import Count
 from spark_dl.parallel.mesh.groups import Groups
 from spark_dl.parallel.mesh.pieces import Layout

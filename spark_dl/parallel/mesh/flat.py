@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from spark_dl.parallel.async_collectives import gather_parts, start_reduce_scatter, start_sum
 from spark_dl.parallel.exchange_clock import ExchangeClock
 from spark_dl.parallel.loss import unused_message
-from spark_dl.parallel.mesh.collectives import gather_parts, start_reduce_scatter, start_sum
 from spark_dl.parallel.mesh.groups import Groups, Holders
 
 

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from spark_dl.parallel.async_collectives import start_reduce_scatter
 from spark_dl.parallel.loss import Inside
-from spark_dl.parallel.mesh.collectives import start_reduce_scatter
 
 
 class _ReduceScatter:

@@ -18,7 +18,7 @@ from spark_dl.parallel.ddp import DDP
 from spark_dl.parallel.exchange_clock import ExchangeClock, build_clock
 from spark_dl.parallel.loss import Call, Count
 from spark_dl.parallel.mesh.build import Part, build_part
-from spark_dl.parallel.mesh.experts.divide import release_peers
+from spark_dl.parallel.mesh.expert_ranks import release_peers
 from spark_dl.parallel.mesh.first_step import FirstStepCheck
 from spark_dl.parallel.mesh.flat import FlatGradients, local
 from spark_dl.parallel.mesh.fsdp import SameCalls, whole_again_named

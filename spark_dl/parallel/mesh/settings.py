@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
 from torch.torch_version import TorchVersion
 
 from spark_dl.config.checks import check_bool, check_choices, check_number
@@ -231,3 +232,8 @@ class Mesh(Parallel):
         at = dims.place(world.rank)
         # Ranks of a tensor group must draw the same random numbers, as they compute the same layers.
         return replace(world, part=at.data, num_parts=dims.data, seed_part=at.data * dims.pipeline + at.pipeline)
+
+
+def check_torch(spark: Any, config: Config) -> None:
+    """Raises ValueError for a version of torch without what a mesh needs. Called on the driver."""
+    check_version(torch.__version__)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from spark_dl.generators import generators_kept
 from spark_dl.nn.moe import note_rows
-from spark_dl.parallel.generators import generators_kept
 from spark_dl.parallel.loss import autocast, misfits_named, weighted_loss_sum
 from spark_dl.parallel.mesh.layers import Layer, tensors_of
 from spark_dl.spec import Batch, ModelSpec, Output

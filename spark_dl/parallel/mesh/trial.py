@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spark_dl.generators import generators_kept
 from spark_dl.nn.moe import moe_layers
-from spark_dl.parallel.generators import generators_kept
 from spark_dl.parallel.layout import to_device
 from spark_dl.parallel.loss import autocast
 from spark_dl.parallel.mesh.layers import Layer, tensors_of

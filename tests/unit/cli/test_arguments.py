@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from spark_dl import strategies
 from spark_dl.cli import arguments
+from spark_dl.config import strategies
 from spark_dl.config.load import config_keys
 
 JOBS = Path(__file__).parents[3] / "jobs"

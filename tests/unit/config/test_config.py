@@ -28,7 +28,7 @@ from spark_dl import (
 )
 from spark_dl.config.checks import section_name, suggestion
 from spark_dl.config.load import config_keys, sections
-from spark_dl.strategies import names
+from spark_dl.config.strategies import names
 
 NAN, INF = math.nan, math.inf
 

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from spark_dl import Checkpoint, Config, Shards, Track, strategies
+from spark_dl import Checkpoint, Config, Shards, Track
+from spark_dl.config import strategies
 from spark_dl.config.fields import fields_of_caller
 from spark_dl.config.load import as_read, config_keys, sections
 from spark_dl.rundir.checkpoint import Saved, check_same_settings

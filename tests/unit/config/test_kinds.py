@@ -5,7 +5,8 @@ from typing import Any, Literal, Optional, Union
 
 import pytest
 
-from spark_dl import Launch, strategies
+from spark_dl import Launch
+from spark_dl.config import strategies
 from spark_dl.config.kinds import describe, explain_value, hints_of
 from spark_dl.config.load import config_keys, sections
 

@@ -10,7 +10,7 @@ import torch
 from spark_dl import Launch
 from spark_dl.doctor import ask, doctor, leftovers, on_rank
 from spark_dl.doctor.findings import ERROR, OK, WARNING, Diagnosis, Finding, sort
-from spark_dl.launch.peers import versions
+from spark_dl.launch.rank.peers import versions
 
 
 def rank(host, **changed):

@@ -6,7 +6,7 @@ import pytest
 
 from spark_dl import DDP, Config, Launch, Mesh
 from spark_dl.launch import elastic, preflight
-from spark_dl.launch.code.calls import launch_settings
+from spark_dl.launch.calls import launch_settings
 from spark_dl.launch.elastic import MoreSlotsError, check_growth, fit_ranks
 from spark_dl.trials.checks import check_cluster
 from tests.builders.models import small_config

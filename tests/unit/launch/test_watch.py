@@ -15,11 +15,12 @@ from multiprocessing.connection import Connection
 
 import pytest
 
+from spark_dl.channel import Address, connect
 from spark_dl.launch import watch
+from spark_dl.launch.failures import status
 from spark_dl.launch.rank import sender as sender_module
-from spark_dl.launch.rank import sigterm, status
 from spark_dl.launch.rank.sender import Reporter, Sender
-from spark_dl.launch.watch import Address, Listener, connect
+from spark_dl.launch.watch import Listener
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -103,7 +104,7 @@ def test_what_a_rank_has_flushed_is_known_though_it_is_killed_at_once(listener):
     code = (
         "import os, signal, sys\n"
         "from spark_dl.launch.rank.sender import Sender\n"
-        "from spark_dl.launch.watch import Address\n"
+        "from spark_dl.channel import Address\n"
         "sender = Sender(Address(sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3])), 5)\n"
         "sender.send({'kind': 'joined', 'rank': 3})\n"
         "sender.flush(30.0)\n"
@@ -465,7 +466,7 @@ def test_S19_the_stacks_of_a_crash_have_no_rows(listener):
     code = (
         "import os, signal, sys, threading\n"
         "from spark_dl.launch.rank.sender import crashes_reported\n"
-        "from spark_dl.launch.watch import Address\n"
+        "from spark_dl.channel import Address\n"
         "def hold(row):\n"
         "    os.kill(os.getpid(), signal.SIGSEGV)\n"
         "with crashes_reported(Address(sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3])), 5):\n"
@@ -500,7 +501,7 @@ def test_F30_the_stacks_of_a_crash_reach_the_driver(listener, crash, words):
     code = (
         "import os, signal, sys\n"
         "from spark_dl.launch.rank.sender import crashes_reported\n"
-        "from spark_dl.launch.watch import Address\n"
+        "from spark_dl.channel import Address\n"
         "def in_native_code():\n"
         f"    {crash}\n"
         "with crashes_reported(Address(sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3])), 5):\n"
@@ -523,7 +524,7 @@ def test_F30_the_stacks_of_a_crash_reach_the_driver(listener, crash, words):
 FORKS = """
 import os, signal, sys, time
 from spark_dl.launch.rank.sender import Sender, crashes_reported
-from spark_dl.launch.watch import Address
+from spark_dl.channel import Address
 
 address = Address(sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3]))
 sender = Sender(address, 5)
@@ -565,13 +566,13 @@ def test_F10_a_rank_that_ends_as_planned_says_so_in_place_of_its_stacks(listener
         "import sys\n"
         "from spark_dl.launch.rank import sigterm\n"
         "from spark_dl.launch.rank.sender import crashes_reported\n"
-        "from spark_dl.launch.watch import Address\n"
+        "from spark_dl.channel import Address\n"
         "with crashes_reported(Address(sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3])), 5):\n"
         "    sigterm.end(print)\n"
     )
     assert run_as_rank(listener, code) == -signal.SIGTERM
     (event,) = take(listener, 1)
-    assert (event["kind"], event["task"], event["text"]) == ("crash", 5, sigterm.PLANNED)
+    assert (event["kind"], event["task"], event["text"]) == ("crash", 5, status.PLANNED)
 
 
 def test_F05_a_sender_tells_that_the_driver_is_lost_and_not_that_it_was_closed(listener):
@@ -594,7 +595,7 @@ RANK_THAT_LOSES = """
 import sys, time
 from spark_dl.launch.rank.sender import Sender
 from spark_dl.launch.rank.task import _end_process
-from spark_dl.launch.watch import Address
+from spark_dl.channel import Address
 address = Address(sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3]))
 sender = Sender(address, 5, on_lost=_end_process)
 sender.send({"kind": "started"})

@@ -19,7 +19,7 @@ from spark_dl import Checkpoint, Config, Data, Launch, Loader, Train, storage
 from spark_dl.config.load import build_config
 from spark_dl.data.columns.schema import Column
 from spark_dl.launch.failures.describe import is_retryable
-from spark_dl.launch.rendezvous import join
+from spark_dl.launch.rank.rendezvous import join
 from spark_dl.rundir import attempt, checkpoint, checkpoint_files, rank_files, saving
 from spark_dl.rundir.checkpoint_files import NotLoadedError
 from spark_dl.rundir.generations import read_generation

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from spark_dl import Config, Data, Launch, storage
-from spark_dl.cli.plots import plot_loss
 from spark_dl.cli.rank_output import with_log_dir
 from spark_dl.data.store import store
 from spark_dl.data.write.arrays import write_arrays
-from spark_dl.rundir import attempt, checkpoint, generations
+from spark_dl.rundir import attempt, checkpoint, generations, metrics
 from spark_dl.rundir.folder import check_folder, delete_run, trial_dir
-from spark_dl.training import metrics
+from spark_dl.track.plots import plot_loss
 from tests.unit.rundir.test_checkpoint import handmade
 
 OURS = ("checkpoints/step-00000001.gen-0001", "shards/train", "shards/train-a b", "shards/validation",

@@ -5,7 +5,7 @@ import safetensors
 import torch
 
 from spark_dl import Checkpoint, Config, Launch, export, save_model
-from spark_dl.launch.rendezvous import join
+from spark_dl.launch.rank.rendezvous import join
 from spark_dl.rundir import checkpoint, saving
 from spark_dl.rundir.exclusive import create_exclusively
 from spark_dl.scoring.scorer import scorer_of

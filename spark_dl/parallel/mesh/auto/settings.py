@@ -9,10 +9,15 @@ from spark_dl.config.checks import check, check_number
 from spark_dl.config.conflicts import ELEMENTWISE, Conflict
 from spark_dl.config.fields import may_change, named_settings
 from spark_dl.config.parallel import Parallel
+from spark_dl.config.strategies import Strategy
 from spark_dl.parallel.mesh.planner.memory import GPIPE, ONE_F_ONE_B, ZERO_STAGES
+from spark_dl.parallel.mesh.settings import check_torch
 
 if TYPE_CHECKING:
     from spark_dl.config import Config
+    from spark_dl.parallel.trainable import Trainable
+    from spark_dl.spec import ModelSpec
+    from spark_dl.world import World
 
 
 def _conflict(key: str, excluded: object, expected: str) -> Conflict:
@@ -93,3 +98,13 @@ class Auto(Parallel):
     def data_size(self, num_ranks: int) -> int:
         """Returns 1, what every plan can have: the number is not known before the plan."""
         return 1
+
+
+def _unplanned(spec: ModelSpec, world: World, config: Config) -> Trainable:
+    raise ValueError(
+        "parallel.strategy: found 'auto' on a rank; spark_dl.train plans the mesh on the driver. Without a driver, as "
+        "under torchrun, set it to 'mesh'"
+    )
+
+
+STRATEGY = Strategy(settings=Auto, parallelize=_unplanned, check=check_torch)

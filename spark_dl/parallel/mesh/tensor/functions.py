@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from spark_dl.parallel.mesh.collectives import start_reduce_scatter
+from spark_dl.parallel.async_collectives import start_reduce_scatter
 
 
 def bounds(length: int, num_ranks: int, rank: int) -> tuple[int, int]:

@@ -6,11 +6,11 @@ import re
 import pytest
 
 from spark_dl import RankError
+from spark_dl.launch.failures import status
 from spark_dl.launch.failures.describe import describe, failed_in_task, failure_in, is_secondary
+from spark_dl.launch.failures.errors import ScriptError
 from spark_dl.launch.failures.root_cause import root_cause
-from spark_dl.launch.rank import status
-from spark_dl.launch.rank.script import ScriptError
-from spark_dl.launch.rank.sigterm import PLANNED
+from spark_dl.launch.failures.status import PLANNED
 
 RANKS = {0: 1, 1: 0, 2: 2}
 """The rank of each task: they are dealt by host."""

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from spark_dl import Launch
 from spark_dl.launch.rank.ports import closed_when_connected
+from spark_dl.launch.rank.rendezvous import join
 from spark_dl.launch.rank.script import read_script, run_script
-from spark_dl.launch.rendezvous import join
 from tests.builders import sockets
 
 LIMIT = datetime.timedelta(seconds=20)

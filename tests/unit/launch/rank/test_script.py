@@ -11,7 +11,8 @@ import time
 import pytest
 from pyspark import SparkFiles
 
-from spark_dl.launch.rank.script import Script, ScriptError, read_script, run_script
+from spark_dl.launch.failures.errors import ScriptError
+from spark_dl.launch.rank.script import Script, read_script, run_script
 
 
 def script_of(tmp_path, text, *args, env=None):

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spark_dl.launch import watch
+from spark_dl import channel
+from spark_dl.channel import Address, connect
 from spark_dl.launch.rank.store import RankStore, Server
-from spark_dl.launch.watch import Address, connect
 from tests.builders import rogues
 
 SECRET = bytes(range(32))
@@ -170,14 +170,14 @@ SENT = {
 
 @pytest.mark.parametrize("sent", SENT)
 def test_S06_garbage_is_closed_and_does_no_harm(address, store, sent, monkeypatch):
-    monkeypatch.setattr(watch, "_AUTH_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(channel, "_AUTH_TIMEOUT_S", 0.5)
     assert rogues.tried((address.host, address.port), SENT[sent]) < 4
     store.set("a", "1")
     assert store.get("a") == b"1"
 
 
 def test_S06_who_sends_a_byte_now_and_then_is_closed_too(address, store, monkeypatch):
-    monkeypatch.setattr(watch, "_AUTH_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(channel, "_AUTH_TIMEOUT_S", 0.5)
     assert rogues.dripped((address.host, address.port)) < 4
     store.set("a", "1")
     assert store.get("a") == b"1"
@@ -196,15 +196,15 @@ def test_S06_a_silent_and_a_slow_client_are_closed_after_2_s_without_harm(addres
 
 
 def test_a_rank_that_takes_too_long_to_prove_itself_connects_again(address, monkeypatch):
-    monkeypatch.setattr(watch, "_AUTH_TIMEOUT_S", 0.3)
-    proof, waits = watch._proof, [0.6, 0.6]
+    monkeypatch.setattr(channel, "_AUTH_TIMEOUT_S", 0.3)
+    proof, waits = channel._proof, [0.6, 0.6]
 
     def prove_late(secret, role, question):
         if threading.current_thread() is threading.main_thread() and role == b"client":  # not the server, nor its proof
             time.sleep(waits.pop(0) if waits else 0)
         return proof(secret, role, question)
 
-    monkeypatch.setattr(watch, "_proof", prove_late)
+    monkeypatch.setattr(channel, "_proof", prove_late)
     connect(address).close()
     assert waits == []
     waits += [0.6] * 3

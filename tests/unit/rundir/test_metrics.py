@@ -6,8 +6,7 @@ import logging
 import pytest
 
 from spark_dl import storage
-from spark_dl.rundir import generations
-from spark_dl.training import metrics
+from spark_dl.rundir import generations, metrics
 
 
 def write(run_dir, *lines):

@@ -26,17 +26,26 @@ import torch.distributed as dist
 # of the threads aborts the process at exit.
 import torch.distributed.nn.functional
 
+from spark_dl.channel import Address
 from spark_dl.config import Launch
-from spark_dl.launch import gpus
 from spark_dl.launch.failures import first_failure
 from spark_dl.launch.failures.errors import OtherRankError
-from spark_dl.launch.peers import Peer, backend_of, check_peers, child_env, deal_ranks, describe, from_json, sharing
+from spark_dl.launch.rank import gpus
 from spark_dl.launch.rank.environment import restored_process, torchrun_env
+from spark_dl.launch.rank.peers import (
+    Peer,
+    backend_of,
+    check_peers,
+    child_env,
+    deal_ranks,
+    describe,
+    from_json,
+    sharing,
+)
 from spark_dl.launch.rank.ports import closed_when_connected
 from spark_dl.launch.rank.sender import Reporter
 from spark_dl.launch.rank.store import RankStore, Server
 from spark_dl.launch.rank.tasks import RankTasks, all_gather, choose
-from spark_dl.launch.watch import Address
 from spark_dl.world import World, interface_of, local_address, no_driver
 
 _log = logging.getLogger("spark_dl")

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spark_dl.launch.connections import Port, connect
+from spark_dl.channel import Port, connect_to_rank
 from spark_dl.world import World
 from tests.builders import rogues
 
@@ -20,7 +20,7 @@ def world(rank, store):
 
 
 def come(found, rank, store):
-    coming = threading.Thread(target=lambda: found.append(connect(world(rank, store), "server/2", 2, 5.0)))
+    coming = threading.Thread(target=lambda: found.append(connect_to_rank(world(rank, store), "server/2", 2, 5.0)))
     coming.start()
     return coming
 
@@ -86,7 +86,7 @@ def test_a_client_without_the_token_is_told_so():
 
     def come_with_another():
         try:
-            connect(world(0, store), "server/2", 2, 5.0)
+            connect_to_rank(world(0, store), "server/2", 2, 5.0)
         except RuntimeError as error:
             errors.append(str(error))
 
@@ -107,7 +107,7 @@ def test_B38_ranks_that_do_not_come_are_named_and_those_that_came_are_let_go():
 
     def come():
         try:
-            connect(world(0, store), "server/2", 2, 5.0)
+            connect_to_rank(world(0, store), "server/2", 2, 5.0)
         except RuntimeError as error:
             errors.append(str(error))
 
@@ -127,10 +127,10 @@ def test_B38_a_port_that_cannot_be_reached_is_named():
     with pytest.raises(
         RuntimeError, match=r"rank 0 on host 127.0.0.1 cannot reach the server, rank 2 on host 127.0.0.1"
     ):
-        connect(world(0, store), "server/2", 2, 2.0)
+        connect_to_rank(world(0, store), "server/2", 2, 2.0)
 
 
 def test_a_port_that_is_not_opened_in_time_is_named_with_the_setting():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=datetime.timedelta(seconds=0.5))
     with pytest.raises(RuntimeError, match=r"rank 0 on host .* waited for rank 2 to open .*launch\.start_timeout_s"):
-        connect(world(0, store), "server/2", 2, 2.0)
+        connect_to_rank(world(0, store), "server/2", 2, 2.0)

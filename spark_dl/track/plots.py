@@ -12,8 +12,8 @@ from typing import Any
 from pyarrow.fs import FileType
 
 from spark_dl import storage
+from spark_dl.rundir import metrics
 from spark_dl.rundir.folder import PICTURE
-from spark_dl.training import metrics
 
 TEXT, _LINE = "#00a001", "#00a002"
 _PAGE_STYLE = {

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from spark_dl import Launch
-from spark_dl.launch import gpus
-from spark_dl.launch.peers import (
+from spark_dl.launch.rank import gpus
+from spark_dl.launch.rank.peers import (
     Peer,
     VersionError,
     backend_of,

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any, TypedDict
 
-from spark_dl.launch.rank import status
+from spark_dl.launch.failures import status
 
 
 class Progress(TypedDict):

@@ -7,8 +7,8 @@ RANK = """
 import sys, threading, time
 import torch
 import torch.distributed as dist
-from spark_dl.launch.rank import status
-from spark_dl.launch.rank.collectives import last_collective, progress
+from spark_dl.launch.failures import status
+from spark_dl.launch.failures.collectives import last_collective, progress
 
 def wait_for(number, is_open):
     # The recorder learns of the end of an operation a little later than its caller.

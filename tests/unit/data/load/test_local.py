@@ -16,9 +16,9 @@ import pyarrow as pa
 import pytest
 
 from spark_dl import Data
-from spark_dl.data import local
 from spark_dl.data.columns.policies import Changes
 from spark_dl.data.dataset.shard_table import Shard
+from spark_dl.data.load import local
 from spark_dl.data.write.partition import PartitionResult
 from tests.builders.local_rows import SHARDS, SOURCE, batches_of
 
@@ -163,7 +163,7 @@ def test_S13_files_are_for_this_user_alone_and_gone_at_the_end(tmp_path):
 
 KILLED = """
 import sys, time
-from spark_dl.data import local
+from spark_dl.data.load import local
 from spark_dl import Data
 from tests.builders.local_rows import SHARDS, SOURCE, batches_of
 with local.spill(batches_of(300), SOURCE, Data(), layout=SHARDS, task=0, folder=sys.argv[1]) as spilled:
@@ -187,7 +187,7 @@ def test_files_are_gone_after_a_kill(tmp_path):
 
 LIMITED = """
 import resource, sys
-from spark_dl.data import local
+from spark_dl.data.load import local
 from tests.builders.local_rows import SOURCE, batches_of
 from spark_dl import Data, Shards
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -207,7 +207,7 @@ def test_a_disk_that_takes_no_more_is_named(tmp_path):
 MEASURED = """
 import sys, threading, time, psutil
 from spark_dl import Data, Shards
-from spark_dl.data import local
+from spark_dl.data.load import local
 from tests.builders.local_rows import SOURCE, batches_of
 process, peak, done = psutil.Process(), 0, False
 settings = {"layout": Shards(), "task": 0, "folder": sys.argv[1]}

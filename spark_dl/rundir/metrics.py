@@ -9,17 +9,10 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from spark_dl import storage
 from spark_dl.rundir.generations import check_newest
-from spark_dl.training.step_times import StepTimer, Times, split_times
-
-if TYPE_CHECKING:
-    from spark_dl.training.state import RunState
 
 _log = logging.getLogger("spark_dl")
 FILE = "metrics.jsonl"
@@ -97,54 +90,6 @@ class MetricsLog:
             self._is_behind = True
         else:
             self._is_behind = False
-
-
-class StepLog:
-    """The steps of one rank since the last log line, and the lines about them."""
-
-    def __init__(self, log: MetricsLog, timer: StepTimer, state: RunState, *, total_steps: int, device: torch.device):
-        """total_steps: number of steps of the run, which every line has."""
-        self._log, self._timer, self._state, self._total_steps = log, timer, state, total_steps
-        self.losses = torch.zeros((), dtype=torch.float64, device=device)
-        """Sum of this rank's losses."""
-        self.rows = 0
-        """True rows of these steps, on all ranks."""
-        self.lr = 0.0
-        """Learning rate of the last step."""
-
-    def add(self, loss: Tensor | float, rows: int) -> None:
-        """Counts a step, and its rows in the progress. loss: sum over this rank's rows. rows: of all ranks."""
-        progress = self._state.progress
-        self.losses += loss
-        progress.rows += rows
-        progress.epoch_rows += rows
-        self.rows += rows
-        self._timer.rows += rows
-
-    def forget(self) -> None:
-        """Forgets the steps since the last line."""
-        self.losses.zero_()
-        self.rows = 0
-
-    def write(self, kind: str, **values: Any) -> None:
-        """Writes a line with the position of the run."""
-        progress = self._state.progress
-        self._log.write(kind, epoch=progress.epoch, step=progress.global_step, steps=self._total_steps, **values)
-
-    def write_steps(self, total: float, times: Times | None = None, **more: Any) -> None:
-        """Writes the line of these steps, and begins the next interval.
-
-        total: the sum of their losses on all ranks. times: those of all ranks. more: further values.
-        """
-        timer, rows, now = self._timer, self.rows, time.perf_counter()
-        seconds = timer.seconds_until(now)
-        self._state.progress.loss_sum += total
-        self.forget()
-        if times is not None and self._log.writes:
-            more |= split_times(times, seconds)
-        rate, data_s = timer.rows / max(seconds, 1e-9), timer.data_s if times is None else float(times[0, 0])
-        self.write("step", loss=total / rows, lr=self.lr, rows_per_s=rate, data_s=data_s, seconds=seconds, **more)
-        timer.reset(now)
 
 
 def _is_kept(line: Mapping[str, Any], step: int) -> bool:

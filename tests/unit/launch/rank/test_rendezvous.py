@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from spark_dl import Launch
-from spark_dl.launch.rendezvous import join, local_address
+from spark_dl.launch.rank.rendezvous import join, local_address
 from spark_dl.world import World
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -96,7 +96,7 @@ def test_B38_a_rank_is_reached_by_the_interface_that_was_chosen_or_else_by_its_h
 
 JOIN = """
 from spark_dl import Launch
-from spark_dl.launch.rendezvous import join
+from spark_dl.launch.rank.rendezvous import join
 with join(Launch(device="cpu")):
     print("joined")
 """

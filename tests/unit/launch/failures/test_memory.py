@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from spark_dl.launch.rank import memory
+from spark_dl.launch.failures import memory
 
 MIB = 1 << 20
 

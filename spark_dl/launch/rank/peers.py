@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from spark_dl._version import __version__
 from spark_dl.config import Launch
-from spark_dl.launch import gpus
+from spark_dl.launch.rank import gpus
 
 
 class VersionError(RuntimeError):

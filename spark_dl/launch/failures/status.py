@@ -10,6 +10,10 @@ STARTING, READING, TRAINING, VALIDATING, SAVING, LOADING = (
 )  # fmt: skip
 
 
+PLANNED = "SIGTERM, as planned"
+"""Text in place of the stacks of a rank that ends as planned. They would show threads that wait for the end."""
+
+
 class Status(TypedDict):
     """As events and failures have it."""
 

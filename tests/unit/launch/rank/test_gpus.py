@@ -8,8 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spark_dl.launch import gpus
-from spark_dl.launch.gpus import Seen, device_indices, first, gpus_of_local_rank, gpus_of_task, listed_uuids, see_gpus
+from spark_dl.launch.rank import gpus
+from spark_dl.launch.rank.gpus import (
+    Seen,
+    device_indices,
+    first,
+    gpus_of_local_rank,
+    gpus_of_task,
+    listed_uuids,
+    see_gpus,
+)
 
 GPU_3 = {"gpu": SimpleNamespace(addresses=["3"])}
 

@@ -43,15 +43,15 @@ CONFLICTS = (
     FunctionConflict("parallel.strategy", lambda s, c: s.optimizer is not None and c.parallel.servers > 0,
                      "expected a strategy without servers with spec.optimizer, found {c.parallel.strategy!r}, whose "
                      "servers have blocks of the weights instead of the model; set ddp"),
-    FunctionConflict("parallel.strategy", lambda s, c: s.optimizer is not None and c.parallel.strategy == "horovod",
-                     "expected another strategy with spec.optimizer, found 'horovod', which builds a new optimizer "
-                     "that a scheduler does not know; set ddp"),
+    FunctionConflict("parallel.strategy", lambda s, c: s.optimizer is not None and c.parallel.own_optimizer,
+                     "expected another strategy with spec.optimizer, found {c.parallel.strategy!r}, which builds a new "
+                     "optimizer that a scheduler does not know; set ddp"),
     FunctionConflict("parallel.strategy", lambda s, c: s.set_position is not None and c.parallel.servers > 0,
                      "expected a strategy without servers with spec.set_position, found {c.parallel.strategy!r}, whose "
                      "ranks have no common step; set ddp"),
-    FunctionConflict("parallel.strategy", lambda s, c: s.batch_loss is not None and _splits_batches(c),
-                     "expected one process for each GPU with spec.batch_loss, found 'dp_single_process', which splits "
-                     "batches inside the forward pass; set ddp"),
+    FunctionConflict("parallel.strategy", lambda s, c: s.batch_loss is not None and c.parallel.all_gpus,
+                     "expected one process for each GPU with spec.batch_loss, found {c.parallel.strategy!r}, which "
+                     "splits batches inside the forward pass; set ddp"),
     FunctionConflict("data.weight", lambda s, c: s.batch_loss is not None and c.data.weight is not None,
                      "not supported with spec.batch_loss (a LightningModule: training_step), whose mean over a batch "
                      "gives all rows the same weight; add the column to data.labels, and weight the rows there"),
@@ -66,7 +66,8 @@ CONFLICTS = (
                      "evaluate different numbers of batches, and cannot gather weights in each of them"),
     FunctionConflict("parallel.strategy", lambda s, c: _by_batch(s) and c.parallel.planned,
                      "expected another strategy with spec.batch_loss and spec.evaluation (a LightningModule), which "
-                     "need the whole model, found 'auto', whose plans can cut it; set ddp, or mesh with zero_stage"),
+                     "need the whole model, found {c.parallel.strategy!r}, whose plans can cut it; set ddp, or mesh "
+                     "with zero_stage"),
     FunctionConflict("loader.ragged", lambda s, c: _by_batch(s) and c.loader.ragged == "offsets",
                      "expected 'pad' with spec.batch_loss and spec.evaluation, which get the true rows of a batch, "
                      "found 'offsets'"),
@@ -78,10 +79,6 @@ CONFLICTS = (
 
 def _gets_batches(spec: ModelSpec) -> bool:
     return _by_batch(spec) or not isinstance(spec.forward, (type(None), Squeezed))
-
-
-def _splits_batches(config: Config) -> bool:
-    return config.parallel.strategy == "dp_single_process"
 
 
 def _gathers_weights(config: Config) -> bool:

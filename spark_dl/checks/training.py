@@ -29,7 +29,7 @@ def check_training(spec: ModelSpec, train: ShardSet | Mixture, config: Config, s
         if config.train.scheduler == "OneCycleLR":
             _check_length(Schedule(build_optimizer(nn.Linear(1, 1), config, 1), config), spec, train, config)
         return
-    if config.parallel.strategy == "mesh":  # can be larger than the memory of the driver
+    if config.parallel.cuts_model:  # can be larger than the memory of the driver
         return
     with torch.random.fork_rng(devices=[]):
         try:

@@ -138,8 +138,8 @@ CONFLICTS = (
     Conflict("loader.reader", lambda c: c.parallel.by_spark and _petastorm(c),
              "expected 'spark_dl' with parallel.strategy={c.parallel.strategy!r}, found 'petastorm': the next "
              "task of a rank may read its rows again, and Petastorm's order is not reproducible"),
-    Conflict("loader.ragged", lambda c: c.parallel.strategy == "dp_single_process" and c.loader.ragged == "offsets",
-             "expected 'pad' with parallel.strategy='dp_single_process', which splits columns by rows, found "
+    Conflict("loader.ragged", lambda c: c.parallel.all_gpus and c.loader.ragged == "offsets",
+             "expected 'pad' with parallel.strategy={c.parallel.strategy!r}, which splits columns by rows, found "
              "'offsets'"),
     Conflict("train.precision", lambda c: _error_feedback(c) and c.train.precision == "fp16",
              "expected bf16 or float32 with parallel.compression 'powersgd', 'threshold' or 'topk', because error "

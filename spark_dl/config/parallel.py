@@ -27,10 +27,18 @@ class Parallel:
     """Whether the strategy needs exactly one rank."""
     all_gpus: ClassVar[bool] = False
     """Whether a rank uses all GPUs of its task, and not only the first one."""
+    common_steps: ClassVar[bool] = True
+    """Whether all ranks take each step together."""
     by_spark: ClassVar[bool] = False
     """Whether Spark aggregates the gradients: the driver runs the loop, with jobs of stateless tasks."""
     planned: ClassVar[bool] = False
-    """Whether the driver replaces these settings by those of a mesh before ranks start."""
+    """Whether the driver replaces these settings by those of another strategy before ranks start."""
+    resumes: ClassVar[tuple[str, ...]] = ()
+    """Other strategies whose runs these settings can resume, as they plan the same settings again."""
+    cuts_model: ClassVar[bool] = False
+    """Whether ranks have parts of a model, which can be larger than the memory of one."""
+    own_optimizer: ClassVar[bool] = False
+    """Whether the strategy trains with an optimizer that it builds anew, not with that of `spec.optimizer`."""
     excludes: ClassVar[tuple[Conflict, ...]] = ()
     """Settings of other sections that the strategy does not support, beyond those in `conflicts.CONFLICTS`."""
 

@@ -72,6 +72,14 @@ def find(name: str) -> Strategy:
     raise ValueError(f"parallel.strategy: no strategy {name!r}{suggestion(str(name), names())}")
 
 
+def settings_of(name: str) -> type[Parallel]:
+    """Returns the class of a run's settings; the base class for a strategy that is not installed here."""
+    try:
+        return find(name).settings
+    except ValueError:
+        return Parallel
+
+
 def names() -> list[str]:
     """Returns the names of all strategies, those of other packages last."""
     points = [point.name for point in importlib.metadata.entry_points(group=GROUP)]

@@ -43,6 +43,7 @@ class Horovod(Parallel):
     """Horovod: its all-reduce averages the gradients during the backward pass."""
 
     strategy: ClassVar[str] = "horovod"
+    own_optimizer: ClassVar[bool] = True
     bucket_mib: float = 25.0
     """Size of Horovod's fusion buffer, in MiB."""
     compression: Literal["none", "fp16"] = "none"

@@ -326,7 +326,7 @@ def check_same_settings(saved: Saved, config: Config) -> None:
     Fields that `config.fields.may_change` marks may differ: they do not change what was trained so far.
     """
     before, now = saved.manifest["config"], config.to_dict()
-    if config.parallel.planned and before.get("parallel", {}).get("strategy") == "mesh":
+    if before.get("parallel", {}).get("strategy") in config.parallel.resumes:
         # An earlier attempt has planned these; a plan does not change the weights.
         now["parallel"] = before["parallel"]
         now["train"]["accumulation_steps"] = before["train"]["accumulation_steps"]

@@ -12,6 +12,7 @@ import yaml
 
 from spark_dl import storage
 from spark_dl._version import __version__
+from spark_dl.config import strategies
 from spark_dl.rundir import environment
 from spark_dl.track import plots
 from spark_dl.track.report_figures import curves
@@ -26,7 +27,6 @@ _MOST_ATTEMPTS = 3
 """Number of attempts whose times are shown."""
 _MOST_LEFT_OUT = 8
 """Number of steps that are listed."""
-_BY_SPARK = ("tree_reduce", "shuffle_reduce")
 
 
 def report(run_dir: str | os.PathLike[str], path: str | os.PathLike[str] | None = None) -> str:
@@ -62,7 +62,7 @@ def _content(run: RunLog, now: float) -> dict[str, Any]:
         "facts": _facts(run, now),
         "figures": curves(steps, epochs, split_of(steps)),
         "times": [times_of(attempt, strategy, now, len(run.attempts) > 1) for attempt in reversed(with_lines)],
-        "is_by_spark": strategy in _BY_SPARK,
+        "is_by_spark": strategies.settings_of(strategy).by_spark,
         "parts": PARTS,
         "epochs": _epoch_table(epochs),
         "checkpoints": _checkpoint_table(run),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from spark_dl.config import strategies
 from spark_dl.rundir import environment
 from spark_dl.track.report_text import duration, text
 from spark_dl.track.run_log import PREPARING, Attempt, Line, last_sign, number
@@ -107,11 +108,12 @@ def _why_not_measured(attempt: Attempt, strategy: str) -> str:
     line = attempt.steps[-1]
     data = line.get("ranks", {}).get("data_s") if isinstance(line.get("ranks"), dict) else None
     if data is None:
-        why = "trainers and servers take no steps together" if strategy == "parameter_server" else (
+        is_apart = not strategies.settings_of(strategy).common_steps
+        why = "trainers and servers take no steps together" if is_apart else (
             "the version of spark_dl that wrote this run logged the times of one rank only"
         )  # fmt: skip
         seconds = _sum(attempt.steps, "data_s")
-        who = "the trainers, on average" if strategy == "parameter_server" else "rank 0"
+        who = "the trainers, on average" if is_apart else "rank 0"
         return f"Not measured: {why}. Waiting for data, {who}: {duration(seconds)}."
     if any(rank.get("device") not in ("cpu", None) for rank in attempt.ranks):
         why = "on GPUs the host does not wait for computation and exchanges, so its clock says nothing about them"

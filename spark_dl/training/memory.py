@@ -24,7 +24,7 @@ def out_of_memory_explained(config: Config, world: World) -> Iterator[None]:
         train = config.train
         rows = -(-train.global_batch_size // (config.data_size * train.accumulation_steps))
         shared = ", and other ranks use the same GPU (launch.gpus_per_rank)" if _is_shared(world) else ""
-        smaller = "" if config.parallel.strategy == "mesh" else (
+        smaller = "" if config.parallel.cuts_model else (
             ". For a model that is itself too large, set parallel.strategy to mesh, with zero_stage, tensor or pipeline"
         )  # fmt: skip
         raise RuntimeError(

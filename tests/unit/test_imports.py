@@ -15,6 +15,7 @@ import pytest
 
 import spark_dl
 import spark_dl.ml
+from spark_dl.config import strategies
 
 PACKAGE = Path(spark_dl.__file__).parent
 ROOT = PACKAGE.parent
@@ -284,6 +285,15 @@ def test_strategies_are_imported_when_they_are_used():
         }
         allowed = ("baselines/", "parallel/mesh/auto/", "checks/", "planning/", "prepare.py", "__init__.py")
         assert not known or name.startswith(allowed), f"{name} imports {known}"
+
+
+def test_a_strategy_is_named_in_its_module_and_in_the_table_alone():
+    """What others must know of it, the class variables of its settings say (`config/parallel.py`)."""
+    for name, path in MODULES.items():
+        for node in nodes_of(path):
+            if isinstance(node, ast.Compare) and "strategy" in ast.unparse(node.left):
+                words = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+                assert not words & {*strategies.BUILT_IN}, f"{name}:{node.lineno}"
 
 
 ON_RANKS = ("data/", "launch/", "parallel/", "baselines/servers/", "rundir/", "training/", "evaluate", "loop",

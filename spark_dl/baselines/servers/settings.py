@@ -21,6 +21,7 @@ class ParameterServer(Parallel):
     """Parameter servers: the last ranks store the weights; the other ranks send gradients and receive weights."""
 
     strategy: ClassVar[str] = "parameter_server"
+    common_steps: ClassVar[bool] = False
     num_servers: int = 1
     """Number of ranks that are parameter servers; the other ranks train."""
     server_mode: ServerMode = "sync"

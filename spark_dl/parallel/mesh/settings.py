@@ -113,6 +113,7 @@ class Mesh(Parallel):
     """
 
     strategy: ClassVar[str] = "mesh"
+    cuts_model: ClassVar[bool] = True
     excludes: ClassVar[tuple[Conflict, ...]] = EXCLUDES
 
     pipeline: int = may_change(1)

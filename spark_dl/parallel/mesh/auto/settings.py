@@ -11,7 +11,7 @@ from spark_dl.config.fields import may_change, named_settings
 from spark_dl.config.parallel import Parallel
 from spark_dl.config.strategies import Strategy
 from spark_dl.parallel.mesh.planner.memory import GPIPE, ONE_F_ONE_B, ZERO_STAGES
-from spark_dl.parallel.mesh.settings import check_torch
+from spark_dl.parallel.mesh.settings import Mesh, check_torch
 
 if TYPE_CHECKING:
     from spark_dl.config import Config
@@ -60,6 +60,7 @@ class Auto(Parallel):
     """
 
     strategy: ClassVar[str] = "auto"
+    resumes: ClassVar[tuple[str, ...]] = (Mesh.strategy,)
     planned: ClassVar[bool] = True
     excludes: ClassVar[tuple[Conflict, ...]] = EXCLUDES
 

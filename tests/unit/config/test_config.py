@@ -24,8 +24,8 @@ from spark_dl import (
     Track,
     Train,
     TreeReduce,
-    strategies,
 )
+from spark_dl.config import strategies
 from spark_dl.config.checks import section_name, suggestion
 from spark_dl.config.load import config_keys, sections
 from spark_dl.config.strategies import names

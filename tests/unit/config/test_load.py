@@ -18,8 +18,8 @@ from spark_dl import (
     Shards,
     Train,
     load_config,
-    strategies,
 )
+from spark_dl.config import strategies
 from spark_dl.config.load import build_config, config_keys
 
 SECTIONS = "checkpoint, data, faults, launch, loader, parallel, sequences, shards, track, train"

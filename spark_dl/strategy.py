@@ -1,4 +1,4 @@
-"""What a strategy of another package is made of: the public names, which the built-in strategies use as well.
+"""The public names for writing a strategy. The built-in strategies are made of the same ones.
 
 See `docs/strategies.md`, "A strategy of your own".
 """

@@ -38,7 +38,7 @@ class Parallel:
     cuts_model: ClassVar[bool] = False
     """Whether ranks have parts of a model, which can be larger than the memory of one."""
     own_optimizer: ClassVar[bool] = False
-    """Whether the strategy trains with an optimizer that it builds anew, not with that of `spec.optimizer`."""
+    """Whether the strategy builds its own optimizer, so that it cannot train with `spec.optimizer`."""
     excludes: ClassVar[tuple[Conflict, ...]] = ()
     """Settings of other sections that the strategy does not support, beyond those in `conflicts.CONFLICTS`."""
 

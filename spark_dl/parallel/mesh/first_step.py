@@ -42,15 +42,11 @@ class FirstStepCheck:
 
     def __init__(
         self, spec: ModelSpec, module: nn.Module, state: MeshState, optimizer: torch.optim.Optimizer, groups: Groups,
-        world: World, config: Config, *, model_bytes: int, most_mib: int,
+        world: World, config: Config,
     ):  # fmt: skip
-        """module: what this rank has of the model. model_bytes: of the weights of the whole model.
-
-        most_mib: of the largest model that is compared.
-        """
-        self._most_mib = most_mib
+        """module: what this rank has of the model."""
         self._spec, self._module, self._state, self._optimizer = spec, module, state, optimizer
-        self._groups, self._world, self._config, self._bytes = groups, world, config, model_bytes
+        self._groups, self._world, self._config = groups, world, config
 
     def compare(
         self, micro_batches: Sequence[Batch], count: Count, forward_backward: Callable[[Sequence[Batch], Count], Tensor]
@@ -59,13 +55,6 @@ class FirstStepCheck:
 
         Models that draw other random numbers are left out. Raises ValueError on all ranks for a gradient that differs.
         """
-        if self._bytes > self._most_mib << 20:
-            if self._world.rank == 0:
-                _log.info(
-                    "parallel.check_first_step_mib: the first step is not compared with that of the whole model, which "
-                    "has %d MiB, above %d MiB", self._bytes >> 20, self._most_mib,
-                )  # fmt: skip
-            return
         start = time.perf_counter()
         gpus = [self._world.device.index] if self._world.device.type == "cuda" else []
         with generators_kept(gpus), module_state_kept(self._module), _without_dropout(self._module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from spark_dl.config import Config
     from spark_dl.world import World
 
+_log = logging.getLogger("spark_dl")
 _MIB = 1 << 20
 
 
@@ -77,10 +79,13 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
     check = None
     # The gradients of PipeDream are late, and what `set_position` has set, a model that is built anew does not have.
     if settings.check_first_step_mib and spec.set_position is None and not isinstance(part.pipeline, PipeDream):
-        check = FirstStepCheck(
-            spec, part.module, state, optimization.optimizer, groups, world, config, model_bytes=part.model_bytes,
-            most_mib=settings.check_first_step_mib,
-        )  # fmt: skip
+        if part.model_bytes <= settings.check_first_step_mib << 20:
+            check = FirstStepCheck(spec, part.module, state, optimization.optimizer, groups, world, config)
+        elif world.rank == 0:
+            _log.info(
+                "parallel.check_first_step_mib: the first step is not compared with that of the whole model, which has "
+                "%d MiB, above %d MiB", part.model_bytes >> 20, settings.check_first_step_mib,
+            )  # fmt: skip
     training = MeshTraining(spec, part, optimization.optimizer, flat, groups, world, config, clock, check)
     return Trainable(
         modules=[part.module],

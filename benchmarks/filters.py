@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from spark_dl.config import Config, Data, Train
 from spark_dl.config import Loader as Loading
 from spark_dl.data.external.dataset import open_parquet
-from spark_dl.data.external.row_counts import filter_rows
+from spark_dl.data.external.files import filter_rows
 from spark_dl.data.load.loader import Loader
 
 LAYOUTS = ("sorted", "clustered", "shuffled")

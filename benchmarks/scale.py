@@ -29,8 +29,7 @@ from spark_dl.config import Config, Data, Launch, Train
 from spark_dl.config import Loader as Loading
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.manifest import commit, read_shards
-from spark_dl.data.dataset.records import ShardSet
-from spark_dl.data.dataset.shard_table import Shard, ShardTable
+from spark_dl.data.dataset.records import Shard, ShardSet, ShardTable
 from spark_dl.data.load.build import build_train_loader
 from spark_dl.data.load.loader import Loader
 from spark_dl.data.load.resume_check import for_ranks

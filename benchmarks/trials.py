@@ -24,7 +24,7 @@ from benchmarks.peers.step import build_cnn
 from spark_dl import driver
 from spark_dl.config import Config, Data, Launch, Train
 from spark_dl.spec import ModelSpec
-from spark_dl.trials.order import split_values
+from spark_dl.trials.rank import split_values
 from spark_dl.trials.tune import import_optuna, tune
 
 

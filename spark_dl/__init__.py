@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from spark_dl.scoring.saved_model import load_model
     from spark_dl.spec import ModelSpec, import_object
     from spark_dl.track.report import report
-    from spark_dl.trials.results import TrialResult, TuneResult
+    from spark_dl.trials.study import TrialResult, TuneResult
     from spark_dl.trials.tune import tune
     from spark_dl.world import World
 
@@ -92,8 +92,8 @@ _MODULES = {
     "Train": "spark_dl.config",
     "TrainResult": "spark_dl.driver",
     "TreeReduce": "spark_dl.baselines.driver_loop.tree_reduce",
-    "TrialResult": "spark_dl.trials.results",
-    "TuneResult": "spark_dl.trials.results",
+    "TrialResult": "spark_dl.trials.study",
+    "TuneResult": "spark_dl.trials.study",
     "World": "spark_dl.world",
     "build_session": "spark_dl.launch.session",
     "clean_store": "spark_dl.data.store.store",

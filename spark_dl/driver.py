@@ -20,9 +20,16 @@ from torch import nn
 
 from spark_dl import worker
 from spark_dl.checks.settings import check_settings, evaluation_config, launch_of
-from spark_dl.cli.events import OnEvent, RunEvents, as_functions, restart_event
-from spark_dl.cli.progress import Progress
-from spark_dl.cli.rank_output import follow_logs, show_output, with_log_dir
+from spark_dl.cli.progress import (
+    OnEvent,
+    Progress,
+    RunEvents,
+    as_functions,
+    follow_logs,
+    restart_event,
+    show_output,
+    with_log_dir,
+)
 from spark_dl.config import Config, Data, Launch, Loader, Shards, strategies
 from spark_dl.config.load import as_read
 from spark_dl.data.dataset.records import ShardSet
@@ -31,20 +38,19 @@ from spark_dl.evaluate import load_model
 from spark_dl.inputs import check_rank_rows
 from spark_dl.launch.barrier import run_barrier
 from spark_dl.launch.calls import as_call, check_call, check_dataframe, launch_settings
-from spark_dl.launch.elastic import MoreSlotsError, check_growth, fit_ranks
 from spark_dl.launch.failures.errors import RankError
 from spark_dl.launch.rank.task import Attempt
 from spark_dl.launch.session import describe_session, find_session
-from spark_dl.launch.supervise import run_attempts
+from spark_dl.launch.supervise import MoreSlotsError, check_growth, fit_ranks, run_attempts
 from spark_dl.prepare import as_sources, next_attempt, prepare_evaluation, prepare_run
 from spark_dl.rundir import checkpoint, environment, generations, metrics
 from spark_dl.rundir.own_checkpoints import OwnRun, start_own_run
 from spark_dl.spark_job import describe, is_connect
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.track import tracking
+from spark_dl.track.events import name_of
 from spark_dl.track.notebook import result_html
-from spark_dl.track.values import name_of
-from spark_dl.training import early_stop
+from spark_dl.training import row_metrics
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -137,7 +143,7 @@ def train(
     spark, most_ranks = find_session(data, spark), config.launch.num_ranks
     config = fit_ranks(spark, config, most_ranks)
     check_settings(spark, spec, config, has_validation=validation is not None)
-    early_stop.with_mode(spec, config)  # an error that ranks would raise; the settings that are saved are the user's
+    row_metrics.with_mode(spec, config)  # an error that ranks would raise; the settings that are saved are the user's
     tracking.check(config.track)
     options: dict[str, Any] = {"run_dir": run_dir, "resume": resume, "overwrite": overwrite, "spark": spark}
     with (
@@ -175,7 +181,7 @@ def _train_in_attempts(
                 _log.info("%s; starting them from the checkpoint", more)
                 resizes += 1
             else:
-                told = early_stop.with_mode(run.spec, run.config).train
+                told = row_metrics.with_mode(run.spec, run.config).train
                 best = checkpoint.best_url(run.run_dir, str(told.early_stop_mode), told.early_stop_metric or "loss")
                 return {**result, "restarts": this.number, "best_checkpoint": best}
 

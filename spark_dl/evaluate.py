@@ -15,7 +15,6 @@ from torch import nn
 from spark_dl.config import Config
 from spark_dl.data.load.build import BatchLoader, build_loader
 from spark_dl.gather import sum_over_ranks
-from spark_dl.parallel.layout import to_device
 from spark_dl.parallel.loss import (
     Call,
     EvaluationMode,
@@ -28,8 +27,9 @@ from spark_dl.parallel.loss import (
     weighted_loss_sum,
     without_gradient,
 )
+from spark_dl.parallel.modules import to_device
 from spark_dl.rundir import checkpoint
-from spark_dl.rundir.weights import load_into, load_weights
+from spark_dl.rundir.checkpoint import load_into, load_weights
 from spark_dl.spec import Batch, ModelSpec, Output, Run
 from spark_dl.training.row_metrics import build_metrics
 from spark_dl.world import World

@@ -16,13 +16,11 @@ from spark_dl.config.data import Nonfinite
 from spark_dl.data.columns.policies import check_rules
 from spark_dl.data.columns.schema import Column, check_reference_columns, check_settings, vocabularies_of
 from spark_dl.data.columns.source import check_batch_names
-from spark_dl.data.dataset.folder import SOURCE, STORED, delete_dataset
-from spark_dl.data.dataset.manifest import MANIFEST, read_shards
+from spark_dl.data.dataset.manifest import MANIFEST, SOURCE, STORED, delete_dataset, read_shards
 from spark_dl.data.dataset.memory import check_memory, warn_of_memory
-from spark_dl.data.dataset.records import ShardSet
-from spark_dl.data.dataset.shard_table import ShardTable
+from spark_dl.data.dataset.records import ShardSet, ShardTable
 from spark_dl.data.external.dataset import open_parquet
-from spark_dl.data.external.row_counts import filter_rows
+from spark_dl.data.external.files import filter_rows
 from spark_dl.data.load.mixture import batch_shares
 from spark_dl.data.plan import rows_held_out
 from spark_dl.data.read.sequences import with_runs

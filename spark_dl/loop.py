@@ -19,28 +19,28 @@ from spark_dl.data.load.row_names import name_rows
 from spark_dl.evaluate import evaluate_model
 from spark_dl.gather import sum_over_ranks
 from spark_dl.generators import generators_kept
-from spark_dl.launch.failures import status
+from spark_dl.launch.failures import rank_state
 from spark_dl.launch.failures.errors import OtherRankError
-from spark_dl.parallel.layout import apply_layout, to_device
 from spark_dl.parallel.loss import Count, count_of, counts_elements
-from spark_dl.parallel.module_state import ModuleState
+from spark_dl.parallel.modules import ModuleState, apply_layout, to_device
 from spark_dl.parallel.stragglers import delayed
 from spark_dl.parallel.trainable import Trainable
 from spark_dl.rundir.metrics import MetricsLog
 from spark_dl.spec import Batch, ModelSpec, Run
-from spark_dl.training import early_stop, finite, preemption
-from spark_dl.training.batch_loss import check_batch_loss
-from spark_dl.training.experts import ExpertBalance
-from spark_dl.training.finite import LOSS, Finding, NotFiniteError, StepCheck
-from spark_dl.training.memory import clear_frames
-from spark_dl.training.nonfinite import NonFiniteSteps
+from spark_dl.training import finite, preemption, row_metrics
+from spark_dl.training.checks import (
+    ExpertBalance,
+    ReplicaCheck,
+    TrainedParameters,
+    check_batch_loss,
+    check_sparse,
+    clear_frames,
+)
+from spark_dl.training.finite import LOSS, Finding, NonFiniteSteps, NotFiniteError, StepCheck
+from spark_dl.training.optimizer_settings import Schedule
 from spark_dl.training.preemption import Preemption
-from spark_dl.training.profile import build_profile
-from spark_dl.training.replicas import ReplicaCheck, TrainedParameters
-from spark_dl.training.schedule import Schedule
-from spark_dl.training.sparse import check_sparse
 from spark_dl.training.state import Progress, RunState, Saved, seed_generators
-from spark_dl.training.step_times import StepLog, StepTimer
+from spark_dl.training.step_times import StepLog, StepTimer, build_profile
 from spark_dl.world import World
 
 _log = logging.getLogger("spark_dl")
@@ -66,7 +66,7 @@ def train(
     Raises RuntimeError if a loss, a gradient or a weight is not finite, with the rank, the step and the first bad
     parameter, and if a checkpoint cannot be written; ValueError if settings or model do not match the data.
     """
-    run = dataclasses.replace(run, config=early_stop.with_mode(run.spec, run.config))
+    run = dataclasses.replace(run, config=row_metrics.with_mode(run.spec, run.config))
     seed_generators(run.config.train.seed)  # the same weights on all ranks
     trainable = delayed(parallelize(run.spec, world, run.config), run.config, world.rank)
     try:
@@ -218,7 +218,7 @@ class Training:
             batches = self.profile.steps(batches)
         try:
             for batch in batches:
-                status.enter(status.TRAINING, progress.global_step + 1)
+                rank_state.enter(rank_state.TRAINING, progress.global_step + 1)
                 self._train_step(batch)
                 if progress.global_step % config.train.log_every == 0:
                     self._log_steps()
@@ -228,7 +228,7 @@ class Training:
                     self.save()
                 if self.is_over() or self.preempted.is_due:
                     break
-                status.enter(status.READING)
+                rank_state.enter(rank_state.READING)
         finally:
             batches.close()
         if self.steps.rows:
@@ -312,7 +312,7 @@ class Training:
         """Loads the last checkpoint again, after a step that was not finite. Collective. Or raises the error."""
         self._log_saved(self.state.committed(wait=True))
         self.nonfinite.roll_back(error, self.state.saved_url)
-        status.enter(status.LOADING)
+        rank_state.enter(rank_state.LOADING)
         self.state.go_back()
         self.experts.forget()
         if self.profile is not None:
@@ -353,7 +353,7 @@ class Training:
     def _validate(self) -> dict[str, Any]:
         if self.validation is None:
             return {}
-        status.enter(status.VALIDATING)
+        rank_state.enter(rank_state.VALIDATING)
         self.trainable.sync_weights()
         self._set_position(is_validation=True)
         model = self.trainable.modules[0]
@@ -379,8 +379,8 @@ class Training:
         progress.history.append(entry)
         progress.epoch, progress.step, progress.epoch_rows, progress.loss_sum = progress.epoch + 1, 0, 0, 0.0
         self.schedule.end_epoch(loss, metrics, epoch=progress.epoch)
-        early_stop.decide(progress, self.config.train, metrics, self.world.device)
-        early_stop.ask(progress, entry, self.world)
+        row_metrics.decide(progress, self.config.train, metrics, self.world.device)
+        row_metrics.ask(progress, entry, self.world)
         every_steps = self.config.checkpoint.every_steps
         is_due = every_steps and progress.global_step % every_steps == 0
         if is_due or progress.epoch % self.config.checkpoint.every_epochs == 0:
@@ -407,7 +407,7 @@ class Training:
         """
         if self.steps.rows:  # the sum of losses is part of the state
             self._log_steps()
-        status.enter(status.SAVING)
+        rank_state.enter(rank_state.SAVING)
         self._log_saved(self.state.committed(wait=True))
         self.trainable.sync_weights()
         self.replicas.check(self.progress.global_step, self.state.saved_url, with_buffers=True)

@@ -15,7 +15,7 @@ from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.write.vocabulary import expression
 from spark_dl.inputs import as_source
 from spark_dl.launch.session import find_session
-from spark_dl.scoring import saved_model, udf
+from spark_dl.scoring import dataset, saved_model
 from spark_dl.scoring.dataset import predict_dataset
 from spark_dl.scoring.saved_model import Format
 from spark_dl.scoring.scorer import Scorer, find_scorer, scorer_of, scorer_of_build
@@ -93,7 +93,7 @@ def predict_udf(
     `spark.udf.register("score", spark_dl.predict_udf(model))`. Called on the driver.
     """
     scorer = with_declared(find_scorer(model, checkpoint_url, config, data=data), output_schema)
-    return udf.build_udf(scorer, first_outputs(as_source(data), scorer) if hasattr(data, "sparkSession") else None)
+    return dataset.build_udf(scorer, first_outputs(as_source(data), scorer) if hasattr(data, "sparkSession") else None)
 
 
 def save_model(
@@ -212,7 +212,7 @@ def _by_udf(
     from pyspark.sql import functions as F
 
     features = map(expression, sources)
-    scored = numbered.select("*", udf.function_of(scorer, added)(*features).alias("added"))
+    scored = numbered.select("*", dataset.function_of(scorer, added)(*features).alias("added"))
     if len(added) == 1:
         return scored
     return scored.select(*numbered.columns, *(F.col("added").getField(name) for name in added))

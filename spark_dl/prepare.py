@@ -18,26 +18,26 @@ from typing import Any, cast
 
 from spark_dl import storage
 from spark_dl.checks.auto import mesh_in_words, plan_mesh_of
-from spark_dl.checks.dtypes import check_dtypes, check_predict, check_transform
+from spark_dl.checks.functions import check_training
 from spark_dl.checks.mesh import fit_mesh
-from spark_dl.checks.training import check_training
+from spark_dl.checks.storage import check_dtypes, check_predict, check_transform
 from spark_dl.config import Config
-from spark_dl.data.columns.inputs import check_assembled
+from spark_dl.data.columns.batch import check_assembled
 from spark_dl.data.columns.schema import Column
-from spark_dl.data.dataset.folder import delete_dataset
+from spark_dl.data.dataset.manifest import delete_dataset
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.mixture import Mixture, dataset_configs
 from spark_dl.data.load.resume_check import check_rows, for_ranks
 from spark_dl.data.write.vocabulary import NO_ROWS
 from spark_dl.inputs import Reuse, as_source, check_mixture, check_storage, shards_of, warn_of_few_rows
-from spark_dl.rundir import attempt, checkpoint, generations, signing
-from spark_dl.rundir.folder import SHARDS
+from spark_dl.rundir import checkpoint, generations, run_folder, signing
+from spark_dl.rundir.run_folder import SHARDS
 from spark_dl.spark_job import is_connect, is_local_master, refuse_stream
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.storage.owner import temporary_prefix
 from spark_dl.training import initial
-from spark_dl.training.nonfinite import warn_of_late_checkpoints
-from spark_dl.training.spec_code import code_of, warn_of_changes
+from spark_dl.training.finite import warn_of_late_checkpoints
+from spark_dl.training.initial import code_of, warn_of_changes
 
 _log = logging.getLogger("spark_dl")
 
@@ -68,7 +68,7 @@ def prepare_run(
     run_dir = storage.absolute(run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}")
     check_storage(config, data, validation)
     check_mixture(config, data)
-    generation, saved = attempt.begin_attempt(run_dir, config, resume=resume, overwrite=overwrite)
+    generation, saved = run_folder.begin_attempt(run_dir, config, resume=resume, overwrite=overwrite)
     with contextlib.ExitStack() as until_done:
         with generations.explained(run_dir, generation):
             check_newest = functools.partial(generations.check_newest, run_dir, generation)
@@ -110,7 +110,7 @@ def prepare_run(
                 run = replace(run, config=fit_mesh(spec, run.train, config, saved))
             # Only now, so that an earlier run is not deleted for invalid data.
             own = [*datasets.written, *_urls(train), *_urls(validation_shards)]
-            attempt.take_over(run, overwrite=overwrite, keep=own)
+            run_folder.take_over(run, overwrite=overwrite, keep=own)
             _log.info("training on %d ranks%s", config.launch.num_ranks, f", from step {saved.step}" if saved else "")
         yield run
 
@@ -132,18 +132,18 @@ def next_attempt(run: Run, first_generation: int, restart: Mapping[str, Any] | N
         is written to `metrics.jsonl`; None for an attempt with more ranks.
     Raises RuntimeError if the attempt of another driver has started since, and as `begin_attempt` does.
     """
-    with attempt.explained(attempt.READ, run.run_dir):
+    with run_folder.explained(run_folder.READ, run.run_dir):
         generations.check_newest(run.run_dir, run.generation)
         # Until this call has committed one, it is the checkpoint that it began from, which need not be the last one.
         is_own = checkpoint.newest_committed_attempt(run.run_dir) >= first_generation
     resume: bool | str = True if is_own or run.checkpoint is None else run.checkpoint
-    generation, saved = attempt.begin_attempt(run.run_dir, run.config, resume=resume, overwrite=False)
+    generation, saved = run_folder.begin_attempt(run.run_dir, run.config, resume=resume, overwrite=False)
     found = replace(
         run, generation=generation, checkpoint=saved.url if saved else None,
         checkpoint_sha256=saved.sha256 if saved else "",
     )  # fmt: skip
     line = None if restart is None else {name: value for name, value in restart.items() if name != "error"}
-    attempt.take_over(found, overwrite=False, keep=(), restart=line)
+    run_folder.take_over(found, overwrite=False, keep=(), restart=line)
     return found
 
 

@@ -14,8 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from spark_dl.checks.dtypes import check_dtypes, check_transform
-from spark_dl.checks.storage import check_reach
+from spark_dl.checks.storage import check_dtypes, check_reach, check_transform
 from spark_dl.config import Config, Launch, strategies
 from spark_dl.data.columns.schema import check_reference_columns
 from spark_dl.data.columns.source import SourceColumn
@@ -35,7 +34,7 @@ from spark_dl.loop import train
 from spark_dl.rundir import checkpoint, environment
 from spark_dl.spec import Run
 from spark_dl.training import initial
-from spark_dl.training.memory import out_of_memory_explained
+from spark_dl.training.checks import out_of_memory_explained
 from spark_dl.world import World
 
 _log = logging.getLogger("spark_dl")

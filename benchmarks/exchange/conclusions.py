@@ -19,7 +19,7 @@ from benchmarks.exchange.log import Log
 from benchmarks.exchange.methods import METHODS, RING
 from benchmarks.model.profiles import PROFILES
 from spark_dl.parallel.cost import cost
-from spark_dl.parallel.cost.work import Exchange, work
+from spark_dl.parallel.cost.cost import Exchange, work
 from spark_dl.parallel.exchange import buckets
 
 BUCKET_MIB = 25.0

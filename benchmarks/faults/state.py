@@ -9,10 +9,8 @@ from typing import Any
 import torch
 
 from spark_dl.rundir import checkpoint
-from spark_dl.rundir.checkpoint import Saved
-from spark_dl.rundir.checkpoint_files import TRAINING, rank_file
-from spark_dl.rundir.tensor_files import TensorFiles
-from spark_dl.rundir.weights import load_weights
+from spark_dl.rundir.checkpoint import Saved, load_weights
+from spark_dl.rundir.checkpoint_files import TRAINING, TensorFiles, rank_file
 
 
 def state_of(saved: Saved) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.literature import bert, gpipe, pipedream, zero
-from spark_dl.cli.tables import text_table
+from spark_dl.cli.progress import text_table
 
 PROFILES = "$SPARK_DL_TEST_DATA/pipedream_profiles"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spark_dl.parallel.mesh.planner.memory import STATES, held
+from spark_dl.parallel.mesh.planner.records import STATES, held
 
 MODELS = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
 PUBLISHED = {

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from spark_dl.parallel.cost.work import harmonic
+from spark_dl.parallel.cost.cost import harmonic
 
 MODES = ("sync", "k_sync", "k_batch_sync", "async", "k_async", "k_batch_async")
 

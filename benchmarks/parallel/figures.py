@@ -6,8 +6,8 @@ import html
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from spark_dl.parallel.mesh.planner.timeline import Pass
-from spark_dl.planning.figures import draw_timeline
+from spark_dl.parallel.mesh.planner.search import Pass
+from spark_dl.planning.page import draw_timeline
 
 Rows = Sequence[Mapping[str, Any]]
 _KINDS = {"weights": "#1f4e8c", "gradients": "#5b8fc9", "optimizer": "#7d57b0", "other": "#d98a1f"}

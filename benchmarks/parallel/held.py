@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from benchmarks.parallel.storages import Storages
 from benchmarks.parallel.training import build_batches, build_config, build_spec, training
 from spark_dl.gather import gather_json
-from spark_dl.parallel.mesh.planner.memory import STATES, held
+from spark_dl.parallel.mesh.planner.records import STATES, held
 from spark_dl.parallel.mesh.settings import Mesh
 from spark_dl.parallel.trainable import Trainable
 from spark_dl.world import World

@@ -15,10 +15,8 @@ from benchmarks.parallel.sleeping import Times, build_chain, set_awake
 from benchmarks.parallel.training import build_batches, build_config, build_spec, take_step, training
 from spark_dl.gather import gather_json
 from spark_dl.parallel.cost.cost import Network
-from spark_dl.parallel.mesh.planner.choices import Problem
-from spark_dl.parallel.mesh.planner.memory import STATES
-from spark_dl.parallel.mesh.planner.records import Cluster, Layer, Seconds
-from spark_dl.parallel.mesh.planner.search import Plan, plans_of_choices
+from spark_dl.parallel.mesh.planner.records import STATES, Cluster, Layer, Seconds
+from spark_dl.parallel.mesh.planner.search import Plan, Problem, plans_of_choices
 from spark_dl.parallel.mesh.settings import Mesh
 from spark_dl.world import World
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from spark_dl.parallel.mesh.planner.records import Seconds
-from spark_dl.parallel.mesh.planner.timeline import BACKWARD, FORWARD, WEIGHTS, Pass
+from spark_dl.parallel.mesh.planner.search import BACKWARD, FORWARD, WEIGHTS, Pass
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,8 @@ from benchmarks.parallel.plans import fit_network
 from benchmarks.parallel.sleeping import Scale, SleepingLayer, Times
 from benchmarks.parallel.stages import timed_steps
 from benchmarks.parallel.training import build_config
-from spark_dl.parallel.mesh.planner.choices import Problem
-from spark_dl.parallel.mesh.planner.memory import STATES
-from spark_dl.parallel.mesh.planner.records import Cluster, Layer, Seconds
-from spark_dl.parallel.mesh.planner.search import Plan, plans_of_choices
+from spark_dl.parallel.mesh.planner.records import STATES, Cluster, Layer, Seconds
+from spark_dl.parallel.mesh.planner.search import Plan, Problem, plans_of_choices
 from spark_dl.parallel.mesh.settings import Mesh
 from spark_dl.world import World
 

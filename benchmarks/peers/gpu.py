@@ -33,7 +33,7 @@ from spark_dl.data.load.build import build_train_loader
 from spark_dl.data.write.arrays import write_arrays
 from spark_dl.launch.rank.rendezvous import join
 from spark_dl.parallel import ddp, single
-from spark_dl.parallel.layout import apply_layout, to_device
+from spark_dl.parallel.modules import apply_layout, to_device
 from spark_dl.parallel.trainable import Trainable
 from spark_dl.rundir.metrics import read_metrics
 from spark_dl.spec import Batch, ModelSpec, Run

@@ -24,7 +24,7 @@ from spark_dl import driver
 from spark_dl.config import Checkpoint, Config, Data, Launch, Track, Train
 from spark_dl.data.write.arrays import write_arrays
 from spark_dl.spec import ModelSpec
-from spark_dl.track.mlflow_server import answers
+from spark_dl.track.mlflow_run import answers
 
 PAIRS, EPOCHS = 7, 5
 _ROWS, _BATCH = 12_800, 64

@@ -38,12 +38,10 @@ def fit_mesh(spec: ModelSpec, train: ShardSet | Mixture, config: Config, saved: 
 def _fitted(spec: ModelSpec, train: ShardSet | Mixture, config: Config, mesh: Mesh, saved: Saved | None) -> Mesh:
     # A second of imports, which only these meshes need.
     from spark_dl.parallel.mesh.build import cut_of
-    from spark_dl.parallel.mesh.expert_ranks import find_experts
-    from spark_dl.parallel.mesh.layers import build_chain, cut_chain
+    from spark_dl.parallel.mesh.layers import build_chain, cut_chain, find_experts
     from spark_dl.parallel.mesh.pipeline import check_pipeline, ranks_of_stages
-    from spark_dl.parallel.mesh.stages import check_trained
     from spark_dl.parallel.mesh.tensor.plan import resolve_tensor_plan
-    from spark_dl.parallel.mesh.trial import check_chain, measure_layers
+    from spark_dl.parallel.mesh.trial import check_chain, check_trained, measure_layers
 
     model = spec.build_to_train()
     find_experts(model, spec.experts, mesh)

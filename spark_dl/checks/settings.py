@@ -9,13 +9,12 @@ from spark_dl.checks.functions import check_functions
 from spark_dl.config import Config, Launch, strategies
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.inputs import as_written
-from spark_dl.launch import preflight, resources
+from spark_dl.launch import preflight
 from spark_dl.launch.code import payload
 from spark_dl.rundir.signing import read_key
 from spark_dl.spec import ModelSpec, check_spec
-from spark_dl.training.early_stop import check_scalar
-from spark_dl.training.row_metrics import build_metrics
-from spark_dl.training.schedule import check_optimization
+from spark_dl.training.optimizer_settings import check_optimization
+from spark_dl.training.row_metrics import build_metrics, check_scalar
 
 
 def check_settings(spark: Any, spec: ModelSpec, config: Config, *, has_validation: bool) -> None:
@@ -55,7 +54,7 @@ def launch_of(spark: Any, config: Config) -> Launch:
     """Returns the settings of the launch, with the number of GPUs that the strategy needs."""
     if not config.parallel.all_gpus:
         return config.launch
-    return resources.with_all_gpus(config.launch, resources.read_session(spark))
+    return preflight.with_all_gpus(config.launch, preflight.read_session(spark))
 
 
 def evaluation_config(config: Config, data: Any) -> Config:

@@ -1,18 +1,204 @@
-"""Progress on the driver: a bar in a terminal, a bar and the loss in a notebook, a line every few seconds elsewhere."""
+"""What a run shows on the driver: its progress, its events, the output of its ranks, and tables.
+
+Progress is a bar in a terminal, a bar and the loss in a notebook, and a line every few seconds elsewhere. Each line
+of output has the rank that wrote it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+import re
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tqdm import tqdm
 
-from spark_dl.cli.rank_output import show_output
+from spark_dl import storage
+from spark_dl.config import Launch
+from spark_dl.rundir.run_folder import LOGS
+from spark_dl.track.events import name_of
 from spark_dl.track.notebook import LiveCurve, build_bar, is_notebook
+from spark_dl.track.time_split import SlowRanks
+
+if TYPE_CHECKING:
+    from spark_dl.launch.failures.errors import RankError
+
+
+def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the lines of a table. Columns whose cells are numbers are aligned to the right."""
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    is_number = [all(_is_number(row[i]) for row in rows) for i in range(len(columns))]
+    lines = [columns, ["-" * width for width in widths], *rows]
+    return [
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, is_number, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+
+
+def _is_number(cell: str) -> bool:
+    return not cell or cell[0].isdigit() or (cell[0] in "+-." and cell[1:2].isdigit())
+
+
+Event = Mapping[str, Any]
+
+
+def lines_of(event: Event) -> list[str]:
+    """Returns the lines of an `output` event, each with the prefix `[rank 0]`, or `[task 0]` before there are ranks."""
+    who = f"rank {event['rank']}" if "rank" in event else f"task {event['task']}"
+    return [f"[{who}] {line}" for line in event["lines"]]
+
+
+def show_output(event: Event, write: Callable[[str, Any], None] | None = None) -> None:
+    """Shows an `output` event, on the stream of the driver that the rank has written to. Ignores other events.
+
+    write: called with each line and the stream; writes and ends the line. The default is `print`.
+    """
+    if event["kind"] != "output":
+        return
+    stream = sys.stdout if event["stream"] == "stdout" else sys.stderr
+    for line in lines_of(event):
+        if write is None:
+            print(line, file=stream, flush=True)
+        else:
+            write(line, stream)
+
+
+def follow_logs(launch: Launch) -> Callable[[], list[dict[str, Any]]]:
+    """Returns a function that returns what was added to the files of `launch.log_dir` since its last call, as events.
+
+    For drivers without a listener (Spark Connect). Returns no events for ranks that `launch.output` leaves out.
+    """
+    read = {path: path.stat().st_size for path in _logs(launch)}
+
+    def poll() -> list[dict[str, Any]]:
+        events = []
+        for path in _logs(launch):
+            with open(path, "rb") as file:
+                file.seek(read.get(path, 0))
+                added = file.read()
+            whole = added[: added.rfind(b"\n") + 1]
+            read[path] = read.get(path, 0) + len(whole)
+            rank = int(path.stem.removeprefix("rank-"))
+            for line in whole.decode(errors="replace").split("\n")[:-1]:
+                stream, _, text = line.partition(": ")
+                events.append({"kind": "output", "rank": rank, "stream": stream, "lines": [text]})
+        return events
+
+    return poll
+
+
+def _logs(launch: Launch) -> list[Path]:
+    if not launch.log_dir or launch.output == "none":
+        return []
+    names = r"rank-\d+" if launch.output == "all" else "rank-0"
+    return sorted(path for path in Path(launch.log_dir).glob("rank-*.log") if re.fullmatch(names, path.stem))
+
+
+def with_log_dir(launch: Launch, run_dir: str) -> Launch:
+    """Returns settings with a folder for the output of the ranks, which cannot reach the driver."""
+    if launch.log_dir or launch.output == "none" or not run_dir or not storage.is_local(run_dir):
+        return launch
+    return dataclasses.replace(launch, log_dir=storage.resolve(storage.within(run_dir, LOGS))[1])
+
+
+OnEvent: TypeAlias = Callable[[Mapping[str, Any]], None]
+EVENTS = ("joined", "restart", "step", "epoch", "checkpoint", "checkpoint_failed", "skip", "rollback", "straggler")
+"""Values of `kind` in the events for `on_event`, which are dicts. `joined`: a rank has joined, with `rank`, `host`,
+`executor`, `pid` and `device`; not over Spark Connect. `restart`: the ranks are started again, with `restarts`, the
+number of the `attempt` that has failed, and the `reason` (in one line), `error`, `rank` and `step` of the failure.
+`straggler`: the other ranks wait for `rank`, with its times and those of the others. All but `joined` and
+`straggler` are lines of `metrics.jsonl`, that of `restart` without `error`. `skip` and `rollback` say which
+`bad_step` was left out, and `what` was not finite on which `bad_rank`, with its `bad_rows` in that step
+(`train.on_nonfinite`). `checkpoint_failed` has the `reason` (`checkpoint.on_error`)."""
+
+_log = logging.getLogger("spark_dl")
+_LONG_CALL_S = 10.0
+"""A call of a function of the user that takes longer is said in the log."""
+
+
+def restart_event(error: RankError, restarts: int, generation: int) -> dict[str, Any]:
+    """Returns the event of a restart after the failure of the attempt `generation`. restarts: number of them so far."""
+    return {
+        "kind": "restart", "restarts": restarts, "attempt": generation, "reason": " ".join(error.reason.split()),
+        "error": error.reason, "rank": error.rank, "step": error.step, "time": time.time(),
+    }  # fmt: skip
+
+
+def as_functions(on_event: Any) -> list[OnEvent]:
+    """Returns the functions of `on_event`, which say once if they take long. Raises ValueError for anything else."""
+    functions = list(on_event) if isinstance(on_event, Sequence) else [on_event]
+    for function in functions:
+        if not callable(function):
+            raise ValueError(f"on_event: expected a function or a list of functions, found {function!r}")
+    return [_timed(function) for function in functions]
+
+
+def _timed(function: OnEvent) -> OnEvent:
+    """Returns a function that logs one warning if a call takes long: until it returns, the driver sees no failure."""
+    is_said = False
+
+    def call(event: Mapping[str, Any]) -> None:
+        nonlocal is_said
+        start = time.monotonic()
+        function(event)
+        seconds = time.monotonic() - start
+        if seconds > _LONG_CALL_S and not is_said:
+            is_said = True
+            _log.warning(
+                "on_event: a call of %s took %.0f s for an event %r; until it returns, the driver does not see the "
+                "failures of ranks and shows no progress; do long work in a thread",
+                name_of(function), seconds, event.get("kind"),
+            )  # fmt: skip
+
+    return call
+
+
+class RunEvents:
+    """Shows the events of one attempt, logs the unusual ones, and passes them on to the user's functions."""
+
+    def __init__(self, show: OnEvent, functions: Sequence[OnEvent]):
+        self._show, self._functions = show, functions
+        self._slow_ranks, self._hosts = SlowRanks(), dict[int, str]()
+
+    def put(self, event: Mapping[str, Any]) -> None:
+        """Takes an event of the ranks."""
+        kind = event["kind"]
+        self._show(event)
+        if kind not in EVENTS:
+            return
+        if kind == "joined":
+            self._hosts[event["rank"]] = str(event["host"])
+        if kind in _WARNINGS:
+            _log.warning(_WARNINGS[kind].format(**event))
+        self._pass_on(event)
+        for slow in self._slow_ranks.put(event) if kind == "step" else []:
+            host = self._hosts.get(slow.straggler.rank, "")
+            _log.warning("%s", slow.describe(host))
+            self._pass_on({**slow.to_event(host), "time": time.time()})
+
+    def _pass_on(self, event: Mapping[str, Any]) -> None:
+        for function in self._functions:
+            function(event)
+
+
+_WARNINGS = {
+    "checkpoint_failed": "checkpoint.on_error: the checkpoint of step {step} was not written, and training goes on: "
+    "{reason}",
+    "skip": "train.on_nonfinite: step {bad_step} is left out, because {what} is not finite (NaN or Inf) on rank "
+    "{bad_rank}; its rows in that step: {bad_rows}; steps in a row: {in_a_row}",
+    "rollback": "train.on_nonfinite: the run goes back to step {step} ({url}), and leaves out step {bad_step}, because "
+    "{what} is not finite (NaN or Inf) on rank {bad_rank}; its rows in that step: {bad_rows}",
+}
+
 
 LINE_S = 5.0
 """Seconds between two lines, where there is no bar."""

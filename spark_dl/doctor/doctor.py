@@ -16,7 +16,7 @@ from typing import Any
 
 from spark_dl import storage
 from spark_dl.config import Config, Launch
-from spark_dl.doctor import leftovers, links
+from spark_dl.doctor import leftovers, on_rank
 from spark_dl.doctor.ask import ask_ranks
 from spark_dl.doctor.findings import ERROR, OK, WARNING, Diagnosis, Finding, sort
 from spark_dl.launch import preflight
@@ -132,7 +132,7 @@ def _links(ranks: Ranks) -> Iterator[Finding]:
         if rate is not None and ranks[a]["host"] != ranks[b]["host"]
     }
     usual = _usual(between)
-    slow = {pair: rate for pair, rate in between.items() if rate < links.SLOW_LINK * usual}
+    slow = {pair: rate for pair, rate in between.items() if rate < on_rank.SLOW_LINK * usual}
     told = ", ".join(f"{a} to {b} {rate:,.0f}" for (a, b), rate in list(slow.items())[:4])
     interfaces = ", ".join(_grouped(ranks, lambda rank: rank["interface"] or rank["address"]))
     median = rates[len(rates) // 2]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spark_dl.cli.tables import text_table
+from spark_dl.cli.progress import text_table
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 

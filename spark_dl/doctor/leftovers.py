@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from spark_dl.doctor.limited import Calls, within
-from spark_dl.launch.failures.shown_error import harmless
+from spark_dl.launch.failures.errors import harmless
 from spark_dl.launch.rank import marked
 from spark_dl.launch.rank.task import local_folders
 from spark_dl.storage.owner import owner_of, owner_of_folder, this_process

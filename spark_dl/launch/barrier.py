@@ -2,36 +2,230 @@
 
 The launch is `spark.range(0, n, 1, n).mapInArrow(task, ..., barrier=True)`, in classic Spark and over Spark Connect.
 The Python process of each task is the rank. The rows of another DataFrame can be streamed to the ranks instead.
+
+All tasks of a barrier stage run, or none. Spark waits for their slots without a limit, and so do ranks for each other
+in its `allGather`. So the driver checks that the ranks start, and come to meet each other, in time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
 import os
 import queue
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from spark_dl.channel import CRASH
 from spark_dl.config import Launch
 from spark_dl.launch import preflight
 from spark_dl.launch.code import payload
-from spark_dl.launch.failures import memory
-from spark_dl.launch.failures.root_cause import root_cause
-from spark_dl.launch.failures.stalled import SILENCE_S
+from spark_dl.launch.failures import rank_state
+from spark_dl.launch.failures.root_cause import SILENCE_S, late_at_start, root_cause
 from spark_dl.launch.rank.environment import check_env, warn_of_late
 from spark_dl.launch.rank.task import ROOT_CAUSE_WAIT_S, SCHEMA, Attempt, RankResult, rank_task
-from spark_dl.launch.rank_job import RankJob
-from spark_dl.launch.starting import StartCheck
-from spark_dl.launch.watch import Listener, listen, with_heartbeats
-from spark_dl.spark_job import check_session, is_connect, is_local_master
+from spark_dl.launch.watch import Known, Listener, listen, with_heartbeats
+from spark_dl.spark_job import SparkJob, check_session, is_connect, is_local_master
 
+RANKS = "spark_dl-ranks"
+"""Tag of the Spark jobs of ranks."""
+
+
+class RankJob:
+    """The Spark job of the ranks. Used on the driver."""
+
+    def __init__(
+        self, spark: Any, df: Any, num_ranks: int, events: queue.Queue[Any], *, description: str, computes_first: bool
+    ):
+        self._spark, self._num_ranks, self._events = spark, num_ranks, events
+        self.computes_first = computes_first
+        """Whether the job has stages before the stage of the ranks. These can take any time."""
+        self._job = SparkJob(
+            spark, functools.partial(self._collect, df), description=description, own_group=True, tag=RANKS,
+            on_end=lambda: events.put({"kind": "job ended"}),
+        )  # fmt: skip
+        self.cancel = self._job.cancel
+
+    @property
+    def rows(self) -> list[Any]:
+        """The rows of the ranks, after the job has ended without an error."""
+        return list(self._job.result)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error of Spark, after the job has failed."""
+        return self._job.error
+
+    def _collect(self, df: Any) -> list[Any]:
+        with self._task_counts():
+            return list(df.collect())
+
+    @contextlib.contextmanager
+    def _task_counts(self) -> Iterator[None]:
+        """Puts events with the number of running tasks, from Spark's progress. Only over Spark Connect.
+
+        NOTE: Spark reports the progress of all operations of the session. Another operation with the same number of
+        tasks is mistaken for this job, and the start timeout then does not apply.
+        """
+        if not is_connect(self._spark) or not self.counts_tasks:
+            yield
+            return
+
+        def on_progress(stages: Any, inflight_tasks: int, operation_id: Any, done: bool) -> None:
+            if any(stage.num_tasks == self._num_ranks for stage in stages):
+                self._events.put({"kind": "tasks", "running": inflight_tasks})
+            if self.computes_first and inflight_tasks:
+                self._events.put({"kind": "computing"})
+
+        self._spark.registerProgressHandler(on_progress)
+        try:
+            yield
+        finally:
+            self._spark.removeProgressHandler(on_progress)
+
+    @property
+    def counts_tasks(self) -> bool:
+        """Whether it is known that tasks run. Spark 3.5 does not tell it over Spark Connect."""
+        return not is_connect(self._spark) or hasattr(self._spark, "registerProgressHandler")
+
+    def has_tasks(self) -> bool:
+        """Whether tasks of the job are running, or tasks of its last stage have completed. False over Spark Connect.
+
+        All tasks of a barrier stage run, or none. Spark's counts can be as old as the executors' heartbeat (10 s).
+        """
+        if is_connect(self._spark):
+            return False
+        stages = self._stages(self._own_ids())
+        return any(stage.numActiveTasks for stage in stages) or bool(stages and stages[-1].numCompletedTasks)
+
+    def waits_for_own_jobs(self) -> bool:
+        """Whether other ranks of this application run, such as those of another thread. False over Spark Connect."""
+        if is_connect(self._spark):
+            return False
+        of_ranks = self._spark.sparkContext._jsc.sc().statusTracker().getJobIdsForTag(RANKS)
+        return any(stage.numActiveTasks for stage in self._stages({*of_ranks} - self._own_ids()))
+
+    def _own_ids(self) -> set[int]:
+        """Returns the ids of the Spark jobs of these ranks."""
+        return {*self._spark.sparkContext.statusTracker().getJobIdsForGroup(self._job.name)}
+
+    def _stages(self, job_ids: Iterable[int]) -> list[Any]:
+        """Returns Spark's counts of the stages of some jobs, in the order of the stages."""
+        tracker = self._spark.sparkContext.statusTracker()
+        jobs = [tracker.getJobInfo(i) for i in job_ids]
+        ids = sorted({i for job in jobs if job for i in job.stageIds})
+        return [stage for i in ids if (stage := tracker.getStageInfo(i))]
+
+
+_CALLED = {"is_called", "rank", "is_returned", "is_done"}
+"""Keys that are known only of tasks that have unpickled their call."""
+_SAY_AFTER_S, _SAY_EVERY_S = 10.0, 60.0
+"""When the driver logs that ranks wait for task slots: the first time after so long, and then as often."""
+_CONNECT_S = 10.0
+"""How long tasks that run may take to connect to the driver, if they have started late."""
 _log = logging.getLogger("spark_dl")
+
+
+class StartCheck:
+    """The start of the ranks of one job."""
+
+    def __init__(self, job: RankJob, launch: Launch, listener: Listener | None):
+        self._job, self._launch, self._listener = job, launch, listener
+        self._running = 0
+        """How many ranks are known to run."""
+        self._deadline = time.monotonic() + launch.start_timeout_s
+        self._say_at = time.monotonic() + _SAY_AFTER_S
+        self._has_tasks = False
+        """Whether tasks ran when the deadline was over, though not all of them had told the driver so."""
+        self._late_since: float | None = None
+        """Since when all ranks run, and some of them have not joined yet."""
+
+    @property
+    def all_run(self) -> bool:
+        """Whether all ranks run, as far as that can be known."""
+        return self._running >= self._launch.num_ranks
+
+    def count(self, running: int) -> None:
+        """Notes how many ranks run."""
+        self._running = max(self._running, running)
+
+    def postpone(self) -> None:
+        """Starts the time limit again, as Spark still computes the rows of the ranks, or other ranks run."""
+        self._deadline = time.monotonic() + self._launch.start_timeout_s
+        self._say_at = time.monotonic() + _SAY_EVERY_S
+
+    def check(self, known: Known, *, is_failing: bool) -> None:
+        """Raises RuntimeError if ranks have not started in time, RankError if one does not come to meet the others.
+
+        is_failing: whether a rank has failed, so that others need not come.
+        """
+        if not self.all_run:
+            self._check_started()
+        elif not is_failing:
+            self._check_joined(known)
+
+    def _check_started(self) -> None:
+        """Raises RuntimeError if the ranks have not started in time. Logs now and then that they wait."""
+        if (now := time.monotonic()) < min(self._deadline, self._say_at):
+            return
+        num_ranks, limit_s = self._launch.num_ranks, self._launch.start_timeout_s
+        if not self._job.counts_tasks:
+            self._running = num_ranks
+        elif self._job.has_tasks():
+            self._say_at = now + _SAY_EVERY_S
+            if now < self._deadline:
+                return
+            if self._job.computes_first:  # Spark still computes the DataFrame, or the ranks cannot reach the driver
+                self.postpone()
+            elif not self._has_tasks:  # they may have started just now
+                self._has_tasks, self._deadline = True, now + min(limit_s, _CONNECT_S)
+            else:
+                unknown, self._running = num_ranks - self._running, num_ranks
+                _log.warning("all ranks run, but %d of %d cannot reach the driver to report progress; open its port",
+                             unknown, num_ranks)  # fmt: skip
+        else:
+            waits_for_own = self._job.waits_for_own_jobs()
+            why = "other ranks of this application run" if waits_for_own else (
+                "the cluster is busy with other jobs, or its executors have not started"
+            )  # fmt: skip
+            if now >= self._say_at:
+                self._say_at = now + _SAY_EVERY_S
+                _log.warning("%d of %d ranks have started; waiting for task slots: %s", self._running, num_ranks, why)
+            if now >= self._deadline and waits_for_own:
+                self.postpone()
+            elif now >= self._deadline:
+                raise RuntimeError(
+                    f"{self._running} of {num_ranks} ranks started within launch.start_timeout_s={limit_s:g} s; {why}"
+                )
+
+    def _check_joined(self, known: Known) -> None:
+        """Raises RankError if ranks run, but do not come to the others. These would wait for them for ever."""
+        if not (late := self._late(known)):
+            self._late_since = None
+            return
+        self._late_since = self._late_since or time.monotonic()
+        if time.monotonic() - self._late_since > self._launch.start_timeout_s:
+            raise late_at_start(late, with_heartbeats(known, self._listener), self._launch.num_ranks,
+                                self._launch.start_timeout_s)  # fmt: skip
+
+    def _late(self, known: Known) -> list[int]:
+        """Returns the tasks that have not unpickled their call, or else those that others wait for where ranks meet.
+
+        Not every function joins the others. One that gets the rows of a DataFrame first waits for these.
+        """
+        met = self._listener.met if self._listener else frozenset[int]()
+        late = [task for task, who in known.items() if task not in met and not _CALLED & who.keys()]
+        if late or self._job.computes_first:
+            return sorted(late)
+        if all("rank" in known.get(task, {}) for task in met):
+            return []
+        return sorted({*range(self._launch.num_ranks)} - met)
+
 
 _LAST_EVENTS_WAIT_S = 1.0
 """How long to wait for events that the ranks sent before the job ended."""
@@ -213,7 +407,7 @@ class _Watch:
             # The root cause, such as a killed rank, can arrive shortly after an error that follows from it.
             wait = 0.2 if is_root else ROOT_CAUSE_WAIT_S
             if kind == "lost":
-                wait += memory.wait_for_count_s(event["task"], self._memories())
+                wait += rank_state.wait_for_count_s(event["task"], self._memories())
             self._decide_at = min(self._decide_at or float("inf"), time.monotonic() + wait)
         elif kind in ("started", "joined"):
             self._known.setdefault(event["task"], {}).update(event)
@@ -229,7 +423,7 @@ class _Watch:
         elif kind == "computing":
             self._start.postpone()
 
-    def _memories(self) -> Mapping[int, memory.Memory]:
+    def _memories(self) -> Mapping[int, rank_state.Memory]:
         return self._listener.memories if self._listener else {}
 
     def _silent_for(self, seconds: float) -> dict[int, float]:

@@ -24,9 +24,7 @@ from multiprocessing import connection
 from typing import Any
 
 from spark_dl.channel import CRASH, MAX_FRAME, MEETING_S, Address, accept_all, authenticate, shut
-from spark_dl.launch.failures.collectives import Progress
-from spark_dl.launch.failures.memory import Memory
-from spark_dl.launch.failures.status import Status
+from spark_dl.launch.failures.rank_state import Memory, Progress, Status
 from spark_dl.world import local_address
 
 _CRASH_WAIT_S = 1.0

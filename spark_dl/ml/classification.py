@@ -18,8 +18,7 @@ from torch import nn
 
 from spark_dl.config import Config
 from spark_dl.ml.estimator import TorchEstimator
-from spark_dl.ml.model import TorchModel
-from spark_dl.ml.persistence import quoted
+from spark_dl.ml.model import TorchModel, quoted
 from spark_dl.scoring.outputs import ClassColumns, Squeezed, single_output
 from spark_dl.scoring.scorer import Scorer
 from spark_dl.scoring.tables import Outputs, trial

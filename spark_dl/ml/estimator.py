@@ -16,19 +16,18 @@ from torch import nn
 
 from spark_dl import driver, storage
 from spark_dl.config import Config
-from spark_dl.data.dataset.folder import delete_dataset
-from spark_dl.data.write.once import read_once
+from spark_dl.data.dataset.manifest import delete_dataset
+from spark_dl.data.write.shards import read_once
 from spark_dl.data.write.vocabulary import NO_ROWS
-from spark_dl.ml import persistence
-from spark_dl.ml.model import TorchModel
+from spark_dl.ml import model
+from spark_dl.ml.model import TorchModel, quoted
 from spark_dl.ml.multiple import models_together
 from spark_dl.ml.params import TorchParams
-from spark_dl.ml.persistence import quoted
-from spark_dl.rundir.folder import SHARDS
+from spark_dl.rundir.run_folder import SHARDS
 from spark_dl.scoring.scorer import scorer_of
 from spark_dl.spark_job import refuse_stream
 from spark_dl.spec import ModelSpec
-from spark_dl.trials.listed import train_listed
+from spark_dl.trials.study import train_listed
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -278,25 +277,25 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
         Raises ValueError for a column that is missing.
         """
         if not self.isSet(self.validationIndicatorCol):
-            yield persistence.select(df, columns), None
+            yield model.select(df, columns), None
             return
         indicator = self.getValidationIndicatorCol()
-        rows = persistence.select(df, list(dict.fromkeys([indicator, *columns])))
+        rows = model.select(df, list(dict.fromkeys([indicator, *columns])))
         if (found := dict(rows.dtypes)[indicator]) != "boolean":
             raise ValueError(f"validationIndicatorCol: expected a boolean column, found {indicator!r} of type {found}")
         is_validation = F.coalesce(F.col(quoted(indicator)), F.lit(False))
         with read_once(rows, "validationIndicatorCol") as kept:
             train, validation = kept.filter(~is_validation), kept.filter(is_validation)
-            yield persistence.select(train, columns), persistence.select(validation, columns)
+            yield model.select(train, columns), model.select(validation, columns)
 
-    def write(self) -> persistence.EstimatorWriter:
+    def write(self) -> model.EstimatorWriter:
         """Returns a writer of the estimator, by the importable names of its functions."""
-        return persistence.EstimatorWriter(self)
+        return model.EstimatorWriter(self)
 
     @classmethod
-    def read(cls) -> persistence.EstimatorReader:
+    def read(cls) -> model.EstimatorReader:
         """Returns a reader of estimators."""
-        return persistence.EstimatorReader(cls)
+        return model.EstimatorReader(cls)
 
 
 @contextlib.contextmanager

@@ -1,18 +1,197 @@
-"""A mixture of experts: a layer in which each token passes through a few of many networks."""
+"""A mixture of experts: a layer in which each token passes through a few of many networks.
+
+A router chooses the experts of each token. The experts are feed-forward networks whose weights are stacked along a
+leading axis. Ranks that have different experts exchange tokens (Lepikhin et al. 2020, arXiv:2006.16668).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from spark_dl.nn.exchange import Peers
-from spark_dl.nn.feed_forward import FeedForward
-from spark_dl.nn.router import Choice, Router, Score
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks among which the experts of a layer are divided, in the order of the experts, equally."""
+
+    group: dist.ProcessGroup
+    clock: AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
+    """Measures the exchanges."""
+
+    def compute(self, experts: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, counts: Tensor) -> Tensor:
+        """Sends tokens to the ranks of their experts, and returns the outputs in the order of the tokens. Collective.
+
+        A forward and a backward pass each send the tokens that leave this rank twice.
+
+        experts: this rank's experts, called with tokens sorted by expert, and their number for each expert.
+        tokens, counts: sorted by expert, over all experts. # [tokens, width], [num_experts] int64
+        """
+        ranks = self.group.size()
+        received = torch.empty_like(counts)
+        with self.clock:
+            dist.all_to_all_single(received, counts, group=self.group)
+        by_rank = received.view(ranks, -1)  # the tokens of each rank for each expert of this one
+        sent, got = counts.view(ranks, -1).sum(1).tolist(), by_rank.sum(1).tolist()
+        arrived: Tensor = _AllToAll.apply(tokens, sent, got, self)
+        expert = torch.arange(by_rank.shape[1], device=tokens.device).repeat(ranks).repeat_interleave(received)
+        order = expert.argsort(stable=True)
+        done = experts(arrived.index_select(0, order), by_rank.sum(0))
+        as_arrived = torch.zeros_like(done).index_copy(0, order, done)
+        back: Tensor = _AllToAll.apply(as_arrived, got, sent, self)
+        return back
+
+
+class _AllToAll(torch.autograd.Function):
+    """Sends `sent[i]` rows to rank i of the group, and receives `got[i]`. Gradients go back. Collective."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: Sequence[int], got: Sequence[int], peers: Peers) -> Tensor:
+        ctx.sent, ctx.got, ctx.peers = sent, got, peers
+        return _exchange(rows, sent, got, peers)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return _exchange(grad, ctx.got, ctx.sent, ctx.peers), None, None, None
+
+
+def _exchange(rows: Tensor, sent: Sequence[int], got: Sequence[int], peers: Peers) -> Tensor:
+    received = rows.new_empty(sum(got), *rows.shape[1:])
+    with peers.clock:
+        dist.all_to_all_single(received, rows.contiguous(), list(got), list(sent), group=peers.group)
+    return received
+
+
+Score = Literal["softmax", "sigmoid"]
+
+
+class Choice(NamedTuple):
+    """The experts of some tokens."""
+
+    experts: Tensor
+    """Numbers of the chosen experts, best first. # [tokens, top_k] int64"""
+    weights: Tensor
+    """Factors of their outputs, in at least float32. # [tokens, top_k]"""
+    scores: Tensor
+    """Scores of all experts, which add up to 1 for each token. # [tokens, num_experts]"""
+
+
+class Router(nn.Module):
+    """Gives each token a score for each expert, and chooses the `top_k` best (Shazeer et al. 2017, arXiv:1701.06538).
+
+    The output of an expert is multiplied by its score. With several experts per token, their scores are divided by
+    their sum. With one they are not: the factor would be 1, and the router would get no gradient.
+
+    bias: added to the scores for the choice alone, not in the weights. It has no gradient. None without such a bias.
+    """
+
+    def __init__(self, width: int, num_experts: int, *, top_k: int, score: Score, has_bias: bool):
+        super().__init__()
+        self.top_k, self.score = top_k, score
+        self.weight = nn.Parameter(torch.empty(num_experts, width))
+        self.bias: Tensor | None
+        self.register_buffer("bias", torch.zeros(num_experts) if has_bias else None)
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))  # as nn.Linear
+
+    def forward(self, tokens: Tensor) -> Choice:
+        """# tokens: [tokens, width]"""
+        with torch.autocast(tokens.device.type, enabled=False):  # in bf16, different experts would get equal scores
+            dtype = torch.promote_types(tokens.dtype, torch.float32)
+            logits = F.linear(tokens.to(dtype), self.weight.to(dtype))
+            scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
+            _, experts = (scores if self.bias is None else scores + self.bias).topk(self.top_k, dim=-1)
+            weights = scores.gather(-1, experts)
+            if self.top_k > 1:
+                weights = weights / weights.sum(-1, keepdim=True)
+            if self.score == "sigmoid":
+                scores = scores / scores.sum(-1, keepdim=True)
+        return Choice(experts, weights, scores)
+
+    @torch.no_grad()
+    def update_bias(self, counts: Tensor, rate: float) -> None:
+        """Adds `rate` to the bias of each expert that got fewer tokens than the mean, and subtracts it from the others
+        (Wang et al. 2024, arXiv:2408.15664, algorithm 1). # counts: [num_experts]"""
+        assert self.bias is not None
+        counts = counts.to(torch.float64)
+        self.bias += rate * torch.sign(counts.mean() - counts).to(self.bias)
+
+
+class FeedForward(nn.Module):
+    """Feed-forward networks of two matrices without biases, one network per expert.
+
+    num_experts: number of networks.
+    width: size of a token.
+    hidden: size of the layer between the two matrices. The default is 4 times `width`.
+    activation: function of the hidden layer.
+    gated: multiply the hidden layer by a further matrix, as in SwiGLU (Shazeer 2020, arXiv:2002.05202).
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        width: int,
+        *,
+        hidden: int | None = None,
+        activation: Callable[[Tensor], Tensor] = F.gelu,
+        gated: bool = False,
+    ):
+        super().__init__()
+        hidden = hidden or 4 * width
+        self.activation = activation
+        self.up = nn.Parameter(torch.empty(num_experts, width, hidden))
+        self.gate = nn.Parameter(torch.empty(num_experts, width, hidden)) if gated else None
+        self.down = nn.Parameter(torch.empty(num_experts, hidden, width))
+        for matrices in self.parameters():
+            bound = 1 / math.sqrt(matrices.shape[1])  # as nn.Linear
+            nn.init.uniform_(matrices, -bound, bound)
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Returns the outputs of tokens that are sorted by expert. # tokens: [tokens, width], counts: [experts]"""
+        hidden = grouped_matmul(tokens, self.up, counts)
+        if self.gate is None:
+            hidden = self.activation(hidden)
+        else:
+            hidden = self.activation(grouped_matmul(tokens, self.gate, counts)) * hidden
+        return grouped_matmul(hidden, self.down, counts)
+
+
+def grouped_matmul(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    """Multiplies the first counts[0] rows by the first matrix, the next counts[1] by the second one, and so on.
+
+    # rows: [rows, n], matrices: [groups, n, m], counts: [groups] int64 -> [rows, m]
+    """
+    if torch.is_autocast_enabled(rows.device.type):  # torch's grouped_mm is not in the lists of autocast
+        dtype = torch.get_autocast_dtype(rows.device.type)
+        rows, matrices = rows.to(dtype), matrices.to(dtype)
+    if _can_group(rows, matrices):
+        return F.grouped_mm(rows, matrices, offs=counts.cumsum(0).to(torch.int32))
+    parts = rows.split(counts.tolist())
+    return torch.cat([part @ matrix for part, matrix in zip(parts, matrices.unbind(), strict=True)])
+
+
+def _can_group(rows: Tensor, matrices: Tensor) -> bool:
+    """Whether torch multiplies these in one call. It fails for no rows, for rows that are not aligned, and in
+    `torch.compile` for numbers of rows that vary."""
+    grouped = ("float32", "bfloat16", "float16") if rows.device.type == "cpu" else ("bfloat16",)
+    return (
+        hasattr(F, "grouped_mm")
+        and not torch.compiler.is_compiling()
+        and len(rows) > 0
+        and rows.dtype == matrices.dtype
+        and str(rows.dtype).removeprefix("torch.") in grouped
+        and all(size * rows.element_size() % 16 == 0 for size in matrices.shape[1:])
+    )
+
 
 Balance = Literal["bias", "loss", "none"]
 

@@ -20,13 +20,11 @@ from spark_dl.config.strategies import Strategy
 from spark_dl.generators import generators_kept
 from spark_dl.nn.moe import moe_layers
 from spark_dl.optimization import Optimization, trained_by
-from spark_dl.parallel.batchnorm import synchronize_batchnorm
 from spark_dl.parallel.exchange.bucket_choice import BucketSize
 from spark_dl.parallel.exchange.exchange import average_whole, build_exchange
 from spark_dl.parallel.exchange_clock import ExchangeClock, build_clock
 from spark_dl.parallel.loss import Count, Inside, unused_message
-from spark_dl.parallel.module_state import module_state_kept
-from spark_dl.parallel.same_model import check_same_model
+from spark_dl.parallel.modules import check_same_model, module_state_kept, synchronize_batchnorm
 from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimization
 from spark_dl.spec import Batch, ModelSpec
 

@@ -26,7 +26,7 @@ from spark_dl.config.strategies import Strategy
 from spark_dl.optimization import trained_by
 from spark_dl.parallel.exchange_clock import build_clock
 from spark_dl.parallel.loss import Count
-from spark_dl.parallel.same_model import check_same_model
+from spark_dl.parallel.modules import check_same_model
 from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimizer
 from spark_dl.spec import Batch, ModelSpec
 

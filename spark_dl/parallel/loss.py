@@ -30,7 +30,7 @@ _IS_ABOUT_CALLS = re.compile(
 _IS_OF_A_DEVICE = re.compile(r"CUDA|CUBLAS|cuDNN|NCCL|gloo|[Cc]ollective|[Cc]onnection|DefaultCPUAllocator")
 """Failures of devices and connections, which another attempt can do without."""
 _NOT_OF_THE_MODEL = (
-    "spark_dl.parallel", "spark_dl.gather", "spark_dl.nn.exchange", "torch.distributed", "torch.nn.parallel", "horovod",
+    "spark_dl.parallel", "spark_dl.gather", "spark_dl.nn.moe", "torch.distributed", "torch.nn.parallel", "horovod",
 )  # fmt: skip
 """Modules whose errors are about an exchange, or have an explanation already."""
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

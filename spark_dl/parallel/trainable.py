@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from spark_dl.optimization import Optimization, check_parameters, scale_rates
 from spark_dl.parallel.exchange_clock import ExchangeClock, StepClock
-from spark_dl.parallel.layout import to_device
 from spark_dl.parallel.loss import Call, Count, check_ignored, misfits_named, weighted_loss_sum
+from spark_dl.parallel.modules import to_device
 from spark_dl.spec import Batch, ModelSpec, Output
 
 if TYPE_CHECKING:

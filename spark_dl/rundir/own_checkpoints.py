@@ -17,10 +17,9 @@ from spark_dl import storage
 from spark_dl.config import Checkpoint, Config
 from spark_dl.gather import gather_json
 from spark_dl.launch.rank.environment import find_place, find_run, run_env
-from spark_dl.rundir import attempt, checkpoint, generations, rank_state, saving
-from spark_dl.rundir.checkpoint_files import MODEL, parse_name, rank_file
-from spark_dl.rundir.folder import delete_checkpoints
-from spark_dl.rundir.plain import plain_state
+from spark_dl.rundir import checkpoint, generations, run_folder, saving
+from spark_dl.rundir.checkpoint_files import MODEL, parse_name, plain_state, rank_file
+from spark_dl.rundir.run_folder import delete_checkpoints
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Checkpoints:
         of_rank = None
         if saved.manifest["world_size"] == num_ranks:
             own = checkpoint.load(saved, rank_file(rank))
-            rank_state.set_random_state(own["random"])
+            saving.set_random_state(own["random"])
             of_rank = own["state"]
         return LoadedCheckpoint(saved.step, checkpoint.load(saved, MODEL), of_rank)
 
@@ -124,7 +123,7 @@ class OwnRun:
     def __init__(self, run_dir: str | os.PathLike[str], *, resume: bool, overwrite: bool):
         """Starts the run, and deletes nothing yet. Raises as `begin_attempt` does."""
         self._run_dir = storage.absolute(run_dir)
-        self._found = attempt.begin_attempt(self._run_dir, Config(), resume=resume, overwrite=overwrite)
+        self._found = run_folder.begin_attempt(self._run_dir, Config(), resume=resume, overwrite=overwrite)
         self._overwrite, self._is_started = overwrite, False
 
     def begin(self) -> dict[str, str]:
@@ -133,12 +132,12 @@ class OwnRun:
         With `overwrite`, the first one deletes the checkpoints of earlier runs, and nothing else: it is not known which
         other files the function reads. Raises RuntimeError if another driver has started an attempt since.
         """
-        with attempt.explained(attempt.READ, self._run_dir):
+        with run_folder.explained(run_folder.READ, self._run_dir):
             generations.check_newest(self._run_dir, self._found[0])
         if self._is_started:
-            self._found = attempt.begin_attempt(self._run_dir, Config(), resume=True, overwrite=False)
+            self._found = run_folder.begin_attempt(self._run_dir, Config(), resume=True, overwrite=False)
         elif self._overwrite:
-            with attempt.explained(attempt.WRITE, self._run_dir):
+            with run_folder.explained(run_folder.WRITE, self._run_dir):
                 delete_checkpoints(self._run_dir)
         self._is_started = True
         generation, saved = self._found

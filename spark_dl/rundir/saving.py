@@ -2,6 +2,8 @@
 
 A checkpoint that is not committed does not exist: a process can be killed at any write, and the one before it is still
 there. Old checkpoints are deleted only after the new one is committed.
+
+Each rank also has a state of its own: its random number generators, and what a strategy keeps on each rank.
 """
 
 from __future__ import annotations
@@ -9,19 +11,79 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
 
 from spark_dl import storage
 from spark_dl.config import Config
 from spark_dl.data.columns.schema import Column
 from spark_dl.gather import gather_json
-from spark_dl.rundir import checkpoint, checkpoint_files, rank_state, tensor_files
+from spark_dl.rundir import checkpoint, checkpoint_files
 from spark_dl.rundir.checkpoint_files import MANIFEST, MODEL, TRAINING, UNFINISHED, rank_file
 from spark_dl.rundir.generations import read_run_id, superseded
 
 if TYPE_CHECKING:
     from spark_dl.parallel.mesh.state import MeshState
+
+
+def mean_of(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the means of floating point tensors over the states that have them; other values of the first state."""
+    total: Any = {}
+    for state in states:
+        total = _added(total, state)
+    mean: dict[str, Any] = _means(total)
+    return mean
+
+
+@dataclass(frozen=True)
+class _Sum:
+    tensor: torch.Tensor
+    count: int
+
+
+def _added(total: Any, state: Any) -> Any:
+    """Adds a state to a sum of states, which is None at first."""
+    if isinstance(state, Mapping):
+        before = total or {}
+        return {**before, **{key: _added(before.get(key), value) for key, value in state.items()}}
+    if isinstance(state, torch.Tensor) and state.is_floating_point():
+        return _Sum(state, 1) if total is None else _Sum(total.tensor + state, total.count + 1)
+    return state if total is None else total
+
+
+def _means(total: Any) -> Any:
+    if isinstance(total, Mapping):
+        return {key: _means(value) for key, value in total.items()}
+    return total.tensor / total.count if isinstance(total, _Sum) else total
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Restores the generators of this process from `random_state`."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def random_state() -> dict[str, Any]:
+    """Returns the state of the generators of this process, as plain data and tensors."""
+    version, internal, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": (version, list(internal), gauss),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None,
+    }
+
 
 _log = logging.getLogger("spark_dl")
 
@@ -88,10 +150,10 @@ def contents(
         different parts. training: other state that is the same on all ranks. of_rank: state of this rank only.
     settings: of this rank's optimizer, which has other groups than that of other ranks.
     """
-    files: dict[str, Any] = {rank_file(rank): {"random": rank_state.random_state(), "state": of_rank or {}}}
+    files: dict[str, Any] = {rank_file(rank): {"random": random_state(), "state": of_rank or {}}}
     if settings is not None:
         files[rank_file(rank)]["settings"] = settings
-    own, about = tensor_files.of_rank(tensors, rank)
+    own, about = checkpoint_files.of_rank(tensors, rank)
     files |= own
     if rank == 0:
         files |= {TRAINING: training} if model is None else {MODEL: model, TRAINING: training}
@@ -123,7 +185,7 @@ def save(
 
     Collective.
     rows: digest of the training rows (`data/load/resume_check.py`). shapes: of the weights, by name. classes: of the
-        optimizer and its scheduler. code: checksums of the user's functions (`training/spec_code.py`). score: the value
+        optimizer and its scheduler. code: checksums of the user's functions (`training/initial.py`). score: the value
         for `keep_best`. branch: `Saved.branch`. in_use: URL of a checkpoint to keep.
     problem: the reason why the state of this rank must not be saved, or empty.
     key: signs the manifest; of rank 0. gather: returns the JSON values of all ranks, by rank.
@@ -168,7 +230,7 @@ def save(
             **({"shapes": dict(shapes)} if shapes and found.tensors is None else {}),
             **({"optimizer": dict(classes)} if classes else {}),
             **({"code": dict(code)} if code else {}),
-            **tensor_files.merge([r["tensors"] for r in reports]),
+            **checkpoint_files.merge([r["tensors"] for r in reports]),
         }
         first, sha256 = _commit(run_dir, url, manifest, key)
         if not first.text:
@@ -228,3 +290,45 @@ def _delete_old(run_dir: str, config: Config, generation: int, in_use: str) -> N
                 checkpoint_files.delete(url)
     except OSError as error:
         _log.warning("cannot delete the checkpoints before the last %d of %s: %s", keep, run_dir, error)
+
+
+_PLACES = ("pipeline", "tensor")
+"""Settings that say which place in a mesh a rank has."""
+
+
+def load_rank_state(
+    saved: checkpoint.Saved, rank: int, world_size: int, saved_rank: Callable[[int], int] | None = None
+) -> dict[str, Any]:
+    """Returns the state of this rank, by name; if the number of ranks has changed, the mean state of all saved ranks.
+
+    The mean is taken of floating point tensors, each over the ranks that have it; other values are of the first rank.
+    saved_rank: maps the number of saved ranks to the saved rank that this rank takes its state from.
+    """
+    ranks: int = saved.manifest["world_size"]
+    if saved_rank is not None:
+        return _state_of_rank(saved, saved_rank(ranks))
+    if ranks == world_size:
+        return _state_of_rank(saved, rank)
+    return mean_of(_state_of_rank(saved, other) for other in range(ranks))
+
+
+def _state_of_rank(saved: checkpoint.Saved, rank: int) -> dict[str, Any]:
+    """Returns the state of one rank of the checkpoint, by name."""
+    state: dict[str, Any] = checkpoint.load(saved, rank_file(rank))["state"]
+    return state
+
+
+def settings_of_ranks(saved: checkpoint.Saved, rank: int) -> Iterator[dict[str, Any]]:
+    """Yields the settings of the ranks' optimizers (`saving.contents`), first of this rank, if it was one."""
+    ranks: int = saved.manifest["world_size"]
+    for other in sorted(range(ranks), key=lambda other: other != rank):
+        yield checkpoint.load(saved, rank_file(other))["settings"]
+
+
+def restore_random_state(saved: checkpoint.Saved, rank: int, world_size: int, config: Config) -> bool:
+    """Puts the random number generators of a rank back; False if the checkpoint was of other ranks, or another mesh."""
+    before, now = saved.manifest["config"]["parallel"], config.to_dict()["parallel"]
+    if saved.manifest["world_size"] != world_size or any(before.get(key) != now.get(key) for key in _PLACES):
+        return False
+    set_random_state(checkpoint.load(saved, rank_file(rank))["random"])
+    return True

@@ -8,8 +8,8 @@ import safetensors.torch
 
 from spark_dl import storage
 from spark_dl.rundir import checkpoint
-from spark_dl.rundir.exclusive import create_exclusively
-from spark_dl.rundir.weights import load_weights
+from spark_dl.rundir.checkpoint import load_weights
+from spark_dl.rundir.generations import create_exclusively
 from spark_dl.scoring.saved_model import separate
 
 

@@ -17,8 +17,7 @@ import pyarrow.parquet as pq
 from spark_dl import storage
 from spark_dl.config.checks import suggestion
 from spark_dl.data.columns.encoding import Encoding
-from spark_dl.data.dataset.records import ShardSet
-from spark_dl.data.dataset.shard_table import Shard
+from spark_dl.data.dataset.records import Shard, ShardSet
 from spark_dl.data.parquet.calendar import intervals_of
 from spark_dl.data.parquet.file import open_file
 from spark_dl.data.parquet.filters import NULL_PARTITION

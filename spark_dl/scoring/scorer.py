@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from spark_dl.config import Config
 from spark_dl.config.checks import listed, suggestion
 from spark_dl.config.load import as_read
-from spark_dl.data.columns.batch import build_batch
-from spark_dl.data.columns.inputs import cast_columns, check_assembled, two_rows_of_zeros
+from spark_dl.data.columns.batch import build_batch, cast_columns, check_assembled, two_rows_of_zeros
 from spark_dl.data.columns.ragged import Array, Ragged, from_lengths
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.records import ShardSet
-from spark_dl.data.write.first_row import first_row_columns
+from spark_dl.data.write.shards import first_row_columns
 from spark_dl.evaluate import load_model
 from spark_dl.inputs import as_source, as_written, shards_of
 from spark_dl.parallel.loss import EvaluationMode

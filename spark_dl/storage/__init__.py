@@ -28,7 +28,7 @@ from pyarrow import ArrowInvalid, ArrowNotImplementedError, fs
 
 from spark_dl.storage import local_files
 from spark_dl.storage.credentials import BUCKETS, check_no_credentials
-from spark_dl.storage.outages import error_class as error_class
+from spark_dl.storage.local_files import error_class as error_class
 
 _BY_LIBHDFS = ("hdfs", "viewfs")
 _first_failures: dict[str, str] = {}

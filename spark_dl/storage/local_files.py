@@ -3,12 +3,16 @@
 New files have mode 0600 and new folders 0700, whatever the umask. The exception is a folder with the set-group-ID bit
 (`chmod g+rwxs`), by which users of Unix share a folder: there the group gets with each new file and folder what it has
 with the folder that contains it, and a new folder gets its sticky bit (`chmod +t`).
+
+Which errors of a storage time can mend, and which need another path, permission or setting.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import stat
 import uuid
 from collections.abc import Iterator
@@ -101,3 +105,17 @@ def _group_bits(folder: str) -> int:
     """Returns what the group may do in a folder that is shared with it; 0 for a folder that is not."""
     found = os.stat(folder).st_mode
     return found & 0o070 if found & stat.S_ISGID else 0
+
+
+_OF_PATHS = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
+_OF_SETTINGS = (errno.ELOOP, errno.EROFS, errno.ENAMETOOLONG, errno.EINVAL)
+_OF_THE_SETUP = re.compile(r"no_?such_?bucket|bucket \S+ not found|unable to load lib", re.IGNORECASE)
+
+
+def error_class(error: Exception) -> type[ValueError] | type[RuntimeError]:
+    """Returns the class of the error that tells the user of `error`.
+
+    RuntimeError if running again can help, as with a full disk or a server that does not answer; ValueError otherwise.
+    """
+    can_pass = isinstance(error, OSError) and not isinstance(error, _OF_PATHS) and error.errno not in _OF_SETTINGS
+    return RuntimeError if can_pass and not _OF_THE_SETUP.search(str(error)) else ValueError

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from spark_dl.config import Config
-from spark_dl.data.columns.batch import build_batch
-from spark_dl.data.columns.inputs import cast_columns, two_rows_of_zeros
+from spark_dl.data.columns.batch import build_batch, cast_columns, two_rows_of_zeros
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.load.build import build_loader
 from spark_dl.evaluate import load_model

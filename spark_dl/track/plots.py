@@ -13,7 +13,7 @@ from pyarrow.fs import FileType
 
 from spark_dl import storage
 from spark_dl.rundir import metrics
-from spark_dl.rundir.folder import PICTURE
+from spark_dl.rundir.run_folder import PICTURE
 
 TEXT, _LINE = "#00a001", "#00a002"
 _PAGE_STYLE = {

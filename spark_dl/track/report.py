@@ -1,13 +1,21 @@
-"""One self-contained HTML page about a run: outcome, curves, time of each rank, stragglers, environment, settings."""
+"""One self-contained HTML page about a run: outcome, curves, time of each rank, stragglers, environment, settings.
+
+Figures are SVG. Their colors are variables of the page's style, for light and dark.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import yaml
 
 from spark_dl import storage
@@ -15,11 +23,323 @@ from spark_dl._version import __version__
 from spark_dl.config import strategies
 from spark_dl.rundir import environment
 from spark_dl.track import plots
-from spark_dl.track.report_figures import curves
-from spark_dl.track.report_text import duration, text, when
-from spark_dl.track.report_times import seconds_of, times_of
 from spark_dl.track.run_log import PREPARING, Attempt, Line, RunLog, last_sign, number, read_run
-from spark_dl.track.time_split import PARTS, split_of
+from spark_dl.track.time_split import LEAST_INTERVALS, PARTS, Straggler, TimeSplit, find_stragglers, split_of
+
+
+def text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool | str):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if (as_number := number(value)) is not None:
+        return f"{as_number:.4g}"
+    if isinstance(value, list):
+        return ", ".join(text(each) for each in value[:8]) + (", ..." if len(value) > 8 else "")
+    return str(value)
+
+
+def when(at: float | None) -> str:
+    return "" if at is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
+
+
+def duration(seconds: float) -> str:
+    if seconds < 0:
+        return f"-{duration(-seconds)}"
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    minutes, hours = int(seconds / 60), int(seconds / 3600)
+    return f"{minutes} min {seconds % 60:.0f} s" if hours < 1 else f"{hours} h {minutes % 60} min"
+
+
+_MOST_RANKS = 32
+"""Number of ranks with a bar."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar of parts, which add up to at most 100 %."""
+
+    label: str
+    about: str
+    parts: list[tuple[str, float, str]]
+    """Name, percent, and a text with the seconds of each part."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Where the time of an attempt went."""
+
+    title: str
+    whole: Bar
+    ranks: list[Bar]
+    left_out: int
+    """Number of ranks without a bar: those that were busy for the least time."""
+    table: list[list[str]]
+    not_measured: str
+    """Why there are no bars of ranks; empty if there are."""
+    stragglers: list[str]
+
+
+def seconds_of(attempt: Attempt, now: float) -> float:
+    if attempt.started is None:
+        return 0.0
+    is_open = attempt.outcome in (environment.RUNNING, PREPARING)
+    return max(0.0, (now if is_open else attempt.ended or last_sign(attempt)) - attempt.started)
+
+
+def times_of(attempt: Attempt, strategy: str, now: float, has_others: bool) -> Times:
+    split = split_of(attempt.steps)
+    first, last = (text(attempt.steps[i]["step"]) for i in (0, -1))
+    ranks = [] if split is None else _rank_bars(attempt, split)
+    return Times(
+        title=f"Attempt {attempt.generation}, log lines of steps {first} to {last}" if has_others else "",
+        whole=_whole_bar(attempt, now),
+        ranks=ranks[:_MOST_RANKS],
+        left_out=max(0, len(ranks) - _MOST_RANKS),
+        table=[] if split is None else _rank_table(attempt, split),
+        not_measured=_why_not_measured(attempt, strategy) if split is None else "",
+        stragglers=[] if split is None else _straggler_texts(attempt, split),
+    )
+
+
+def _whole_bar(attempt: Attempt, now: float) -> Bar:
+    """Returns how the duration of an attempt was spent, on the clock of the rank that logs."""
+    spent = {
+        "steps": _sum(attempt.steps, "seconds"),
+        "validation": _sum(attempt.epochs, "validation_s"),
+        "checkpoints": _sum(attempt.checkpoints, "seconds"),
+    }
+    whole = max(seconds_of(attempt, now), sum(spent.values()), 1e-9)
+    spent["start and other"] = whole - sum(spent.values())
+    names = {"steps": "steps", "validation": "evaluation", "checkpoints": "saving", "start and other": "wait"}
+    return Bar("", "", [(names[n], 100 * s / whole, f"{n} {duration(s)}") for n, s in spent.items() if s > 0])
+
+
+def _sum(lines: Sequence[Line], key: str) -> float:
+    return sum(s for line in lines if (s := number(line.get(key))) is not None and s > 0)
+
+
+def _rank_bars(attempt: Attempt, split: TimeSplit) -> list[Bar]:
+    """Returns a bar for each rank; if there are too many to show, those that were busy for longest are first."""
+    totals = {part: split.totals(part) for part in PARTS}
+    whole = np.sum([*totals.values()], axis=0)
+    order = range(split.num_ranks)
+    if split.num_ranks > _MOST_RANKS:
+        order = (totals["data"] + totals["compute"]).argsort()[::-1].tolist()
+    return [
+        Bar(
+            f"rank {rank}",
+            attempt.host_of(rank),
+            [(part, 100 * totals[part][rank] / max(whole[rank], 1e-9), f"{part} {duration(totals[part][rank])}")
+             for part in PARTS],
+        )
+        for rank in order
+    ]  # fmt: skip
+
+
+def _rank_table(attempt: Attempt, split: TimeSplit) -> list[list[str]]:
+    totals = [split.totals(part) for part in PARTS]
+    return [[str(r), attempt.host_of(r), *(text(t[r]) for t in totals)] for r in range(split.num_ranks)]
+
+
+def _why_not_measured(attempt: Attempt, strategy: str) -> str:
+    line = attempt.steps[-1]
+    data = line.get("ranks", {}).get("data_s") if isinstance(line.get("ranks"), dict) else None
+    if data is None:
+        is_apart = not strategies.settings_of(strategy).common_steps
+        why = "trainers and servers take no steps together" if is_apart else (
+            "the version of spark_dl that wrote this run logged the times of one rank only"
+        )  # fmt: skip
+        seconds = _sum(attempt.steps, "data_s")
+        who = "the trainers, on average" if is_apart else "rank 0"
+        return f"Not measured: {why}. Waiting for data, {who}: {duration(seconds)}."
+    if any(rank.get("device") not in ("cpu", None) for rank in attempt.ranks):
+        why = "on GPUs the host does not wait for computation and exchanges, so its clock says nothing about them"
+    else:
+        why = f"the strategy {strategy!r} does not measure its exchanges"
+    waits = [_sum([{"s": line["ranks"]["data_s"][r]} for line in attempt.steps], "s") for r in range(len(data))]
+    texts = ", ".join(f"rank {r} {duration(s)}" for r, s in enumerate(waits[:_MOST_RANKS]))
+    return f"Computation, communication and wait are not measured: {why}. Waiting for data: {texts}."
+
+
+def _straggler_texts(attempt: Attempt, split: TimeSplit) -> list[str]:
+    if split.num_ranks == 1:
+        return ["There is one rank."]
+    if len(split.last_steps) < LEAST_INTERVALS:
+        return [f"There are fewer than {LEAST_INTERVALS} log lines, which are too few to tell."]
+    found = find_stragglers(split)
+    return [_straggler_text(attempt, s) for s in found] or ["No rank was slower than the others for long."]
+
+
+def _straggler_text(attempt: Attempt, slow: Straggler) -> str:
+    host = attempt.host_of(slow.rank)
+    what = {"data": "mostly to wait for data", "compute": "mostly to compute"}.get(
+        slow.cause, f"to wait for data ({duration(slow.data_s)}) and to compute ({duration(slow.compute_s)})"
+    )
+    return (
+        f"Rank {slow.rank}{f' on {host}' * bool(host)} was busy {slow.factor:.1f} times as long as the median of the "
+        f"other ranks, in {slow.intervals} of {slow.of} log lines (steps {slow.first_step:,} to {slow.last_step:,}). "
+        f"It took {duration(slow.surplus_s)} longer, {what}."
+    )
+
+
+Floats = npt.NDArray[np.float64]
+MOST_POINTS = 600
+"""Points of a curve. With more, neighbors are replaced by their mean."""
+_MOST_METRICS = 8
+_MOST_TICKS = 8
+_COLORS = {
+    "training": "#00a011", "epoch": "#00a012", "validation": "#00a013",
+    **{part: f"#00a02{i}" for i, part in enumerate(PARTS)},
+}  # fmt: skip
+"""Colors that matplotlib writes, and that are replaced by variables."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure with its title."""
+
+    title: str
+    svg: str
+
+
+def curves(steps: Sequence[Line], epochs: Sequence[Line], split: TimeSplit | None) -> list[Figure]:
+    """Draws loss, metrics, learning rate, rows per second, and the parts of a step, as far as there are lines."""
+    found = [
+        ("Loss", lambda axes: _loss(axes, steps, epochs)),
+        *(
+            (f"Validation: {name}", lambda axes, name=name: _metric(axes, name, epochs))
+            for name in metric_names(epochs)[:_MOST_METRICS]
+        ),
+        ("Learning rate", lambda axes: _by_step(axes, steps, "lr")),
+        ("Rows per second", lambda axes: _by_step(axes, steps, "rows_per_s", from_zero=True)),
+    ]
+    if split is not None and len(split.last_steps) > 1:
+        found.append(("Seconds per step, mean of the ranks", lambda axes: _parts(axes, split)))
+    drawn = [Figure(title, svg) for title, plot in found if (svg := _draw(title, plot))]
+    return drawn if steps or epochs else []
+
+
+def metric_names(epochs: Sequence[Line]) -> list[str]:
+    """Returns the names of metrics that are single numbers, except the loss."""
+    names = {name: None for line in epochs for name, value in _metrics(line).items() if number(value) is not None}
+    return [name for name in names if name != "loss"]
+
+
+def thin_out(x: Floats, y: Floats) -> tuple[Floats, Floats]:
+    """Returns at most `MOST_POINTS` points: means of neighbors, without those that are not finite."""
+    is_finite = np.isfinite(x) & np.isfinite(y)
+    x, y = x[is_finite], y[is_finite]
+    if len(x) <= MOST_POINTS:
+        return x, y
+    starts = np.arange(MOST_POINTS) * len(x) // MOST_POINTS
+    counts = np.diff([*starts, len(x)])
+    return np.add.reduceat(x, starts) / counts, np.add.reduceat(y, starts) / counts
+
+
+def _draw(title: str, plot: Callable[[Any], bool]) -> str:
+    """Returns a figure, or an empty string if `plot` has nothing to draw."""
+    has_points = False
+
+    def on(figure: Any) -> None:
+        nonlocal has_points
+        axes = figure.subplots()
+        has_points = plot(axes)
+        axes.grid(alpha=0.5, linewidth=0.5)
+        axes.set_xlabel("step")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.margins(x=0.02)
+        if axes.get_legend_handles_labels()[0] and axes.get_legend() is None:
+            axes.legend()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # the browser has it
+        svg = plots.draw_for_page(on, title=title, colors=_COLORS, width=4.8, height=2.9)
+    return svg if has_points else ""
+
+
+def _points(lines: Sequence[Line], value: Callable[[Line], Any]) -> tuple[Floats, Floats]:
+    found = [(number(line["step"]), number(value(line))) for line in lines]
+    pairs = np.array([(x, y) for x, y in found if x is not None and y is not None], dtype=np.float64).reshape(-1, 2)
+    return thin_out(pairs[:, 0], pairs[:, 1])
+
+
+def _plot(axes: Any, points: tuple[Floats, Floats], color: str, *, label: str | None = None, **style: Any) -> bool:
+    x, y = points
+    if not len(x):
+        return False
+    marker = {"marker": "o", "markersize": 3} if len(x) <= 40 else {}
+    axes.plot(x, y, color=_COLORS[color], label=label, **{"linewidth": 1.2, **marker, **style})
+    return True
+
+
+def _loss(axes: Any, steps: Sequence[Line], epochs: Sequence[Line]) -> bool:
+    curves = [
+        (_points(steps, lambda line: line.get("loss")), "training", "training"),
+        (_points(epochs, lambda line: line.get("train_loss")), "epoch", "training, mean of an epoch"),
+        (_points(epochs, lambda line: _metrics(line).get("loss")), "validation", "validation"),
+    ]
+    drawn = [
+        _plot(axes, points, color, label=label, **({"marker": "", "linewidth": 1} if color == "training" and
+              len(points[0]) > 1 else {}))
+        for points, color, label in curves
+    ]  # fmt: skip
+    values = np.concatenate([points[1] for points, *_ in curves])
+    if len(values) and values.min() > 0 and values.max() > 20 * values.min():
+        axes.set_yscale("log")
+    _epochs_on_top(axes, epochs)
+    return any(drawn)
+
+
+def _metric(axes: Any, name: str, epochs: Sequence[Line]) -> bool:
+    drawn = _plot(axes, _points(epochs, lambda line: _metrics(line).get(name)), "validation")
+    _epochs_on_top(axes, epochs)
+    return drawn
+
+
+def _by_step(axes: Any, steps: Sequence[Line], key: str, *, from_zero: bool = False) -> bool:
+    drawn = _plot(axes, _points(steps, lambda line: line.get(key)), "training")
+    if drawn and from_zero:
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+    return drawn
+
+
+def _parts(axes: Any, split: TimeSplit) -> bool:
+    last = np.array(split.last_steps, dtype=np.float64)
+    steps = np.diff(last, prepend=last[0] - (last[1] - last[0]))
+    steps = np.where(steps > 0, steps, np.nan)
+    parts = [thin_out(last, getattr(split, part).mean(axis=1) / steps) for part in PARTS]
+    axes.stackplot(
+        parts[0][0], [y for _, y in parts], labels=PARTS, colors=[_COLORS[part] for part in PARTS], linewidth=0
+    )
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(PARTS))
+    return True
+
+
+def _epochs_on_top(axes: Any, epochs: Sequence[Line]) -> None:
+    """Marks the ends of epochs above the figure."""
+    ends = [(x, n + 1) for line in epochs if (x := number(line["step"])) is not None
+            and (n := number(line.get("epoch"))) is not None]  # fmt: skip
+    if not ends:
+        return
+    every = math.ceil(len(ends) / _MOST_TICKS)
+    shown = ends[every - 1 :: every]
+    top = axes.secondary_xaxis("top")
+    top.set_xticks([x for x, _ in shown], [f"{n:.0f}" for _, n in shown])
+    top.set_xlabel("epoch")
+
+
+def _metrics(line: Line) -> Mapping[str, Any]:
+    found = line.get("metrics")
+    return found if isinstance(found, dict) else {}
+
 
 FILE = "report.html"
 _MARK = "<!-- a report of spark_dl -->"

@@ -14,8 +14,8 @@ import yaml
 
 from spark_dl import storage
 from spark_dl.rundir import checkpoint, environment, generations, metrics
-from spark_dl.rundir.folder import CONFIG, TRIALS, has_trials
-from spark_dl.track.values import is_number
+from spark_dl.rundir.run_folder import CONFIG, TRIALS, has_trials
+from spark_dl.track.events import is_number
 
 Line = Mapping[str, Any]
 PREPARING, NOT_RECORDED = "preparing", "not recorded"

@@ -11,11 +11,10 @@ from typing import Any
 import yaml
 
 from spark_dl import storage
-from spark_dl.rundir.folder import EVENT_FILE_END, TENSORBOARD
+from spark_dl.rundir.run_folder import EVENT_FILE_END, TENSORBOARD
 from spark_dl.spec import Run
 from spark_dl.storage.owner import temporary_prefix
-from spark_dl.track.background import Background, Event
-from spark_dl.track.values import metrics_of
+from spark_dl.track.events import Background, Event, metrics_of
 
 
 def check() -> None:

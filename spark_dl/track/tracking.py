@@ -12,10 +12,10 @@ from spark_dl import storage
 from spark_dl.config import Track
 from spark_dl.rundir import checkpoint_files
 from spark_dl.rundir.checkpoint_files import MANIFEST
-from spark_dl.rundir.folder import PROFILE
+from spark_dl.rundir.run_folder import PROFILE
 from spark_dl.spec import Run
-from spark_dl.track import mlflow_model, mlflow_run, mlflow_server, tensorboard
-from spark_dl.track.background import Background
+from spark_dl.track import mlflow_model, mlflow_run, tensorboard
+from spark_dl.track.events import Background
 from spark_dl.track.mlflow_model import Example
 from spark_dl.track.mlflow_run import MlflowRun
 
@@ -30,7 +30,7 @@ def check(track: Track) -> None:
     if track.tensorboard:
         tensorboard.check()
     if track.mlflow:
-        mlflow_server.connect(track)
+        mlflow_run.connect(track)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,20 @@
-"""The state of a run in checkpoints: weights, optimizer, schedule and progress."""
+"""The state of a run in checkpoints: weights, optimizer, schedule and progress.
+
+A checkpoint can be written while training goes on: first the state is copied, then a thread writes the copy. The next
+step changes the weights, so the copy is in the memory of the host, which is kept for the next checkpoint. One
+checkpoint is written at a time.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import random
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
@@ -20,17 +27,92 @@ from spark_dl.data.columns.schema import Column
 from spark_dl.data.load.resume_check import VALIDATION, dataset_digest
 from spark_dl.gather import StoreGather, gather_json
 from spark_dl.parallel.trainable import Trainable, lr_factor
-from spark_dl.rundir import checkpoint, rank_files, saving, signing
-from spark_dl.rundir.plain import plain_state
-from spark_dl.rundir.tensor_files import TensorFiles
-from spark_dl.rundir.weights import load_into, plain_name
+from spark_dl.rundir import checkpoint, saving, signing
+from spark_dl.rundir.checkpoint import load_into, plain_name
+from spark_dl.rundir.checkpoint_files import TensorFiles, plain_state
 from spark_dl.spec import Position, Run
-from spark_dl.training import early_stop
-from spark_dl.training.background_save import BackgroundSave, StateCopy
+from spark_dl.training import row_metrics
 from spark_dl.training.finite import StateCheck
-from spark_dl.training.optimizer_settings import OptimizerSettings, by_name, classes_of, group_names
-from spark_dl.training.schedule import Schedule
+from spark_dl.training.optimizer_settings import OptimizerSettings, Schedule, by_name, classes_of, group_names
 from spark_dl.world import World, no_driver
+
+_LAST_WAIT_S = 5.0
+
+
+class StateCopy:
+    """Copies a state of tensors and plain data to the memory of the host, into the tensors of the last copy."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    def of(self, state: Any) -> Any:
+        """Returns the copy. It is valid until the next call."""
+        before, self._tensors = self._tensors, {}
+        done: dict[Any, Tensor] = {}
+
+        def copied(path: str, tensor: Tensor) -> Tensor:
+            # Tied weights have two names and one memory, which the file shall have once, too.
+            own = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if own not in done or not tensor.numel():
+                done[own] = self._tensors[path] = _copy_of(tensor.detach(), before.get(path))
+            return done[own]
+
+        found = plain_state(state, "", on_tensor=copied)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return found
+
+
+def _copy_of(tensor: Tensor, into: Tensor | None) -> Tensor:
+    if into is None or (into.shape, into.dtype) != (tensor.shape, tensor.dtype):
+        on_gpu = tensor.device.type == "cuda"
+        into = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+    return into.copy_(tensor, non_blocking=True)
+
+
+class BackgroundSave:
+    """Runs one function at a time in a thread."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def start(self, write: Callable[[], Any]) -> None:
+        """Starts a function. The result of the one before must have been taken."""
+        assert self._thread is None, "one checkpoint is written at a time"
+        self._thread = threading.Thread(target=self._run, args=(write,), name="spark_dl checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self, write: Callable[[], Any]) -> None:
+        start = time.perf_counter()
+        self._result, self._error = None, None
+        try:
+            self._result = (write(), time.perf_counter() - start)
+        except BaseException as error:
+            self._error = error
+
+    def take(self, *, wait: bool) -> tuple[Any, float] | None:
+        """Returns the result of the function and its seconds, once. None without one, or if it still runs.
+
+        wait: waits for its end. Raises its error.
+        """
+        if self._thread is None or (not wait and self._thread.is_alive()):
+            return None
+        self._thread.join()
+        self._thread = None
+        if self._error is not None:
+            raise self._error
+        found: tuple[Any, float] = self._result
+        return found
+
+    def close(self) -> None:
+        """Waits some seconds for the end of the function, after an error of the training, which is raised instead."""
+        if self._thread is not None:
+            self._thread.join(_LAST_WAIT_S)
+            with contextlib.suppress(BaseException):
+                self.take(wait=False)
+
 
 _log = logging.getLogger("spark_dl")
 
@@ -311,7 +393,7 @@ class RunState:
         elif trainable.state is None:
             of_ranks = iter([state["settings"]])
         else:
-            of_ranks = rank_files.settings_of_ranks(saved, world.rank)
+            of_ranks = saving.settings_of_ranks(saved, world.rank)
         self._settings.check_classes(state["settings"])  # torch would fail at the state of another class
         if trainable.state is not None:
             _load_parts(trainable, saved)
@@ -326,18 +408,18 @@ class RunState:
         for name, part in trainable.extra_state.items():
             part.load_state_dict(state["extra"][name])
         if trainable.rank_state:
-            of_rank = rank_files.load_rank_state(saved, world.rank, world.world_size, trainable.saved_rank)
+            of_rank = saving.load_rank_state(saved, world.rank, world.world_size, trainable.saved_rank)
             for name, part in trainable.rank_state.items():
                 part.load_state_dict(of_rank[name])
         self.progress = Progress(**state["progress"])
         rows = saved.manifest.get("rows") or {}
         is_same = rows.get(VALIDATION, self._validation) == self._validation
-        early_stop.take_up(self.progress, Train(**saved.manifest["config"]["train"]), train, same_rows=is_same)
+        row_metrics.take_up(self.progress, Train(**saved.manifest["config"]["train"]), train, same_rows=is_same)
         self.saved_url, self.saved_step = saved.url, self.progress.global_step
         self._saved_sha256 = saved.sha256
         if saved.generation != self._run.generation:
             self._branch = [*saved.branch, (saved.generation, saved.step)]
-        if not rank_files.restore_random_state(saved, world.rank, world.world_size, self._run.config):
+        if not saving.restore_random_state(saved, world.rank, world.world_size, self._run.config):
             seed_generators(train.seed + 1 + world.seed_rank + 100_003 * self.progress.global_step)
 
 

@@ -1,25 +1,38 @@
-"""Splits the time between two log lines on every rank: data, compute, communication, wait.
+"""The time between two log lines on every rank, split into data, compute, communication and wait; and profiles.
 
-A rank measures, with a few calls of a clock per step, how long it waited for its loader, and how long it was blocked in
-exchanges with other ranks. The rest of its time is computation. These numbers travel with the sum of losses, which is
-reduced over the ranks for each log line, so they cost no message.
+A rank measures, with a few calls of a clock per step, how long it waited for its loader, and how long it was blocked
+in exchanges with other ranks. The rest of its time is computation. These numbers travel with the sum of losses, which
+is reduced over the ranks for each log line, so they cost no message.
 
-A blocked rank either waits for a slower rank or for the network. In each step, the rank that comes last to the exchange
-waits for nobody: it is blocked for the shortest time, and only by the communication. So in each step the shortest time
-of all ranks is communication, and what another rank is blocked for longer is wait. No clocks of ranks are compared.
+A blocked rank either waits for a slower rank or for the network. In each step, the rank that comes last to the
+exchange waits for nobody: it is blocked for the shortest time, and only by the communication. So in each step the
+shortest time of all ranks is communication, and what another rank is blocked for longer is wait. No clocks of ranks
+are compared.
+
+A profile of one rank's steps is made by `torch.profiler`, as a trace that Perfetto and TensorBoard open.
 """
 
 from __future__ import annotations
 
+import logging
+import tempfile
 import time
+from collections.abc import Generator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 
+from spark_dl import storage
 from spark_dl.rundir.metrics import MetricsLog
+from spark_dl.rundir.run_folder import PROFILE, TRACE
+from spark_dl.spec import Run
+from spark_dl.storage.owner import temporary_prefix
+from spark_dl.world import World
 
 if TYPE_CHECKING:
     from spark_dl.parallel.exchange_clock import StepClock
@@ -176,3 +189,81 @@ def split_times(times: Times, seconds: float) -> dict[str, Any]:
 def _rounded(values: Times) -> list[float]:
     """Microseconds are enough, and short in a file."""
     return [round(value, 6) for value in values.tolist()]
+
+
+_log = logging.getLogger("spark_dl")
+
+_WARMUP_STEPS = 1
+"""Steps before the first one during which the profiler runs and records nothing, as its start is slow."""
+
+
+class StepProfile:
+    """Records the steps of `track.profile_steps` on one rank, and writes one trace.
+
+    In the trace, `step <n>` is a step, with its number in the run, and `wait for data` the time before it.
+    """
+
+    def __init__(self, run: Run, world: World, first_step: int):
+        """first_step: number of steps that are done already."""
+        assert run.config.track.profile_steps is not None
+        self._first, self._last = run.config.track.profile_steps
+        self._url = storage.within(run.run_dir, PROFILE, TRACE.format(world.rank))
+        self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if world.device.type == "cuda" else [])]
+        self._step = first_step
+        self._profiler: Any = None
+
+    def steps(self, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
+        """Yields the batches of an epoch, and records what the caller does with them."""
+        try:
+            while True:
+                if self._profiler is None and self._first - _WARMUP_STEPS <= self._step + 1 <= self._last:
+                    self._start()
+                with record_function("wait for data"):
+                    batch = next(batches, None)
+                if batch is None:
+                    return
+                self._step += 1
+                with record_function(f"step {self._step}"):
+                    yield batch
+                if self._step == self._last:
+                    self.close()
+                elif self._profiler is not None:
+                    self._profiler.step()
+        finally:
+            batches.close()
+
+    def close(self) -> None:
+        """Ends the profile, and writes what has been recorded. Does nothing without a profile.
+
+        An error is only a warning, as training can continue without the trace.
+        """
+        if self._profiler is not None:
+            profiler, self._profiler = self._profiler, None
+            try:
+                profiler.stop()
+            except Exception as error:
+                _log.warning("track.profile_steps: cannot write the profile %s: %s", self._url, error)
+
+    def _start(self) -> None:
+        start = self._step + 1
+
+        def action(step: int) -> ProfilerAction:
+            """step: steps since the start of the profiler."""
+            return ProfilerAction.WARMUP if start + step < self._first else ProfilerAction.RECORD
+
+        self._profiler = profile(activities=self._activities, schedule=action, on_trace_ready=self._write)
+        self._profiler.start()
+
+    def _write(self, profiler: Any) -> None:
+        with tempfile.TemporaryDirectory(prefix=temporary_prefix()) as folder:
+            path = Path(folder) / storage.name(self._url)
+            profiler.export_chrome_trace(str(path))
+            storage.write_bytes(self._url, path.read_bytes())
+
+
+def build_profile(run: Run, world: World, first_step: int) -> StepProfile | None:
+    """Returns the profile of a rank; None if the settings do not select it, or its steps are done already."""
+    track = run.config.track
+    if track.profile_steps is None or track.profile_steps[1] <= first_step:
+        return None
+    return StepProfile(run, world, first_step) if not track.profile_ranks or world.rank in track.profile_ranks else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from spark_dl.checks.dtypes import check_dtypes
 from spark_dl.checks.settings import check_settings
+from spark_dl.checks.storage import check_dtypes
 from spark_dl.config import Config, strategies
 from spark_dl.launch import preflight
 from spark_dl.spark_job import is_connect

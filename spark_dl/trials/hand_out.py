@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from spark_dl.cli.events import EVENTS, OnEvent
-from spark_dl.cli.progress import Progress
+from spark_dl.cli.progress import EVENTS, OnEvent, Progress
 from spark_dl.launch.barrier import run_barrier
 from spark_dl.launch.failures.root_cause import root_cause
 from spark_dl.spec import Run
 from spark_dl.trials import rank
-from spark_dl.trials.order import Order, Spec
+from spark_dl.trials.rank import Order, Spec
 
 
 class Trials(Protocol):

@@ -1,33 +1,215 @@
-"""The trials of an Optuna study: asks the study for settings, and tells it the values. On the driver only.
+"""The trials of a study, on the driver: what is asked for settings, what is told the values, and what a user gets.
 
-The study is the record of the trials: each trial has its run folder, its results and its error as attributes. A trial
-without an error that has failed was lost with its driver or its job. A resumed run trains it again.
+An Optuna study is the record of its trials: each trial has its run folder, its results and its error as attributes. A
+trial without an error that has failed was lost with its driver or its job. A resumed run trains it again. Trainings
+whose settings are known in advance, such as the param maps of Spark ML, are a list.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import html
 import json
 import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from spark_dl.cli.progress import Progress
 from spark_dl.config import Config
 from spark_dl.config.fields import as_numbers
 from spark_dl.config.load import build_config, with_settings
 from spark_dl.driver import TrainResult
-from spark_dl.rundir import generations
-from spark_dl.rundir.folder import has_trials
+from spark_dl.prepare import prepare_run
+from spark_dl.rundir import generations, metrics
+from spark_dl.rundir.run_folder import has_trials
 from spark_dl.spec import ModelSpec, Run
-from spark_dl.trials.order import Order, Spec, begin, spec_of, split_values
-from spark_dl.trials.results import Direction, State, TrialResult, history_of
+from spark_dl.trials.checks import check_cluster, check_trial
+from spark_dl.trials.hand_out import run_trials, show_trials
+from spark_dl.trials.rank import TUNED, Order, Spec, begin, spec_of, split_values
 
 if TYPE_CHECKING:
     import optuna
+
+
+def train_listed(
+    spark: Any,
+    data: Any,
+    specs: Sequence[ModelSpec],
+    configs: Sequence[Config],
+    *,
+    parallel_trials: int,
+    validation: Any,
+    run_dir: str,
+    progress: bool,
+) -> list[TrainResult]:
+    """Trains a model for each of the settings, in one barrier job and from one dataset. Called on the driver.
+
+    Raises ValueError if the settings differ in a section that defines the dataset or the ranks, and for invalid
+    settings and data. If trainings fail, raises the error of the first one, when all have ended.
+    """
+    if parallel_trials < 1:
+        raise ValueError(f"parallelTrials: expected an integer >= 1, found {parallel_trials}")
+    num_groups = min(parallel_trials, len(configs))
+    for number, config in enumerate(configs):
+        if differ := [name for name in _shared(config) if _shared(config)[name] != _shared(configs[0])[name]]:
+            raise ValueError(
+                f"trials in one job: the settings {differ[0]} of param map {number} differ from those of param map 0, "
+                "but the trials share one dataset and the ranks; train them one after another (parallelTrials=1)"
+            )
+    check_cluster(spark, configs[0], num_groups)
+    with (
+        Progress("fit", enabled=progress) as shown,
+        prepare_run(data, None, configs[0], validation=validation, run_dir=run_dir, stage=shown.stage) as run,
+        generations.explained(run.run_dir, run.generation),
+    ):
+        for spec, config in zip(specs, configs, strict=True):
+            check_trial(spark, spec, config, run)
+
+        show = show_trials(shown)
+        trials = _Listed(run, configs, show)
+        shown.stage(f"starting {num_groups} x {run.config.launch.num_ranks} rank(s)")
+        run_trials(spark, run, _SpecOf(specs), trials, num_groups=num_groups, on_event=show)
+    if trials.errors:
+        raise trials.errors[min(trials.errors)]
+    return [trials.results[number] for number in range(len(configs))]
+
+
+def _shared(config: Config) -> dict[str, Any]:
+    return {name: value for name, value in config.to_dict().items() if name not in TUNED}
+
+
+class _Listed:
+    """One training for each settings, as `Trials`. The number of a trial is its place in the list."""
+
+    def __init__(self, run: Run, configs: Sequence[Config], on_event: Callable[[Mapping[str, Any]], None]):
+        self._run, self._configs, self._on_event = run, configs, on_event
+        self._given = 0
+        self.results: dict[int, TrainResult] = {}
+        """The results by number, of the trainings that did not fail."""
+        self.errors: dict[int, BaseException] = {}
+
+    def next(self) -> Order | None:
+        if self._given == len(self._configs):
+            return None
+        number = self._given
+        self._given += 1
+        return begin(self._run, number, self._configs[number], {"number": number})
+
+    def ends(self, order: Order, entry: Mapping[str, Any]) -> bool:
+        return False
+
+    def finish(self, order: Order, result: Mapping[str, Any] | None, error: BaseException | None) -> None:
+        if error is not None:
+            self.errors[order.trial] = error
+        elif result is not None:
+            history = history_of(order.run_dir)
+            self.results[order.trial] = TrainResult(**{**result, "run_dir": order.run_dir, "history": history})
+        done = len(self.results) + len(self.errors)
+        self._on_event(
+            {"kind": "trial", "trial": order.trial, "done": done, "trials": len(self._configs), "best": None}
+        )
+
+
+class _SpecOf:
+    """The model of each training, by its number. Sent to the ranks."""
+
+    def __init__(self, specs: Sequence[ModelSpec]):
+        self._specs = tuple(specs)
+
+    def __call__(self, number: int) -> ModelSpec:
+        return self._specs[number]
+
+
+State = Literal["complete", "pruned", "failed"]
+Direction = Literal["minimize", "maximize"]
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """One trial of `tune`."""
+
+    number: int
+    """Number of the trial in the study."""
+    state: State
+    """`pruned`: the pruner of the study ended it. `failed`: it has an `error`."""
+    values: Mapping[str, Any]
+    """What `suggest` returned: settings by key, and arguments of the function that returns the model."""
+    value: float | None
+    """The metric of the last epoch; with folds, its mean. Of a pruned trial, the last one that was reported."""
+    config: Config | None = field(repr=False)
+    """The settings of the trial, for `spark_dl.train`; None if they are invalid."""
+    results: tuple[TrainResult, ...] = field(repr=False)
+    """The result of the training; with folds, one for each fold that was trained."""
+    error: str
+    seconds: float
+    """From the choice of the settings to the end of the training."""
+
+    @property
+    def result(self) -> TrainResult | None:
+        """The first of `results`; None without any."""
+        return self.results[0] if self.results else None
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """The result of `tune`. In a notebook it is shown as a table of the trials."""
+
+    run_dir: str
+    metric: str
+    direction: Direction
+    trials: tuple[TrialResult, ...] = field(repr=False)
+    """The trials of this run, by number, with those of earlier attempts."""
+    study: optuna.Study = field(repr=False)
+    """Optuna's study, for its plots and data frames."""
+    seconds: float
+    """Duration of the call."""
+
+    @property
+    def best(self) -> TrialResult:
+        """The best trial that is complete. Raises ValueError if there is none."""
+        complete = [trial for trial in self.trials if trial.state == "complete" and trial.value is not None]
+        if not complete:
+            raise ValueError(f"none of {len(self.trials)} trials is complete; see `trials`")
+        sign = 1 if self.direction == "minimize" else -1
+        return min(complete, key=lambda trial: sign * (trial.value or 0.0))
+
+    def _repr_html_(self) -> str:
+        names = list(dict.fromkeys(name for trial in self.trials for name in trial.values))
+        best = self.best.number if any(trial.state == "complete" for trial in self.trials) else None
+        head = ["trial", "state", self.metric, *names, "seconds"]
+        rows = [_row(trial, names, is_best=trial.number == best) for trial in self.trials]
+        cells = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+        caption = f"{len(self.trials)} trials of {self.run_dir} ({self.direction} {self.metric}, {self.seconds:.1f} s)"
+        return (
+            f'<div style="overflow-x:auto"><table><caption>{html.escape(caption)}</caption>'
+            f"<thead><tr>{cells}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        )
+
+
+def _row(trial: TrialResult, names: Sequence[str], *, is_best: bool) -> str:
+    value = "" if trial.value is None else f"{trial.value:.6g}"
+    cells = [
+        str(trial.number), "best" if is_best else trial.state, value,
+        *(_text(trial.values.get(name, "")) for name in names), f"{trial.seconds:.1f}",
+    ]  # fmt: skip
+    style = ' style="font-weight:bold"' if is_best else ""
+    title = f' title="{html.escape(trial.error)}"' if trial.error else ""
+    return f"<tr{style}{title}>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>"
+
+
+def _text(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def history_of(run_dir: str) -> list[dict[str, Any]]:
+    """Returns the history of a training, as in its `TrainResult`, from its run folder. Called on the driver."""
+    lines = [line for line in metrics.read_metrics(run_dir) if line["kind"] == "epoch"]
+    return [{name: line[name] for name in ("epoch", "train_loss", "metrics")} for line in lines]
+
 
 _log = logging.getLogger("spark_dl")
 

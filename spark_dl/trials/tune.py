@@ -10,22 +10,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_dl import storage
-from spark_dl.cli.events import OnEvent, as_functions
-from spark_dl.cli.progress import Progress
+from spark_dl.cli.progress import OnEvent, Progress, as_functions
 from spark_dl.config import Config
 from spark_dl.config.checks import suggestion
 from spark_dl.launch.session import find_session
 from spark_dl.prepare import as_sources, prepare_run
 from spark_dl.rundir import generations
-from spark_dl.rundir.folder import STUDY
+from spark_dl.rundir.run_folder import STUDY
 from spark_dl.spec import ModelSpec, Run
-from spark_dl.training import early_stop
+from spark_dl.training import row_metrics
 from spark_dl.training.row_metrics import build_metrics
 from spark_dl.trials.checks import check_cluster, check_trial
 from spark_dl.trials.hand_out import run_trials, show_trials
-from spark_dl.trials.order import Spec
-from spark_dl.trials.results import Direction, TuneResult
-from spark_dl.trials.study import Goal, StudyTrials, direction_of, results_of, take_up
+from spark_dl.trials.rank import Spec
+from spark_dl.trials.study import Direction, Goal, StudyTrials, TuneResult, direction_of, results_of, take_up
 
 if TYPE_CHECKING:
     import optuna
@@ -183,7 +181,7 @@ def _direction(
     """Returns the direction that was given, or that of the metric; None for a study whose metric does not say it."""
     if direction is not None:
         return direction
-    mode = early_stop.better(metric, spec if isinstance(spec, ModelSpec) else None, config)
+    mode = row_metrics.better(metric, spec if isinstance(spec, ModelSpec) else None, config)
     if mode is None and study is None:
         raise ValueError(
             f"direction: {metric!r} does not say which value is better; pass direction='minimize' or 'maximize'"

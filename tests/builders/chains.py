@@ -3,9 +3,8 @@
 import random
 
 from spark_dl.parallel.cost.cost import Network
-from spark_dl.parallel.mesh.planner.choices import Problem
-from spark_dl.parallel.mesh.planner.memory import STATES
-from spark_dl.parallel.mesh.planner.records import KINDS, Cluster, Layer, Seconds
+from spark_dl.parallel.mesh.planner.records import KINDS, STATES, Cluster, Layer, Seconds
+from spark_dl.parallel.mesh.planner.search import Problem
 
 WITHIN, BETWEEN = Network(1e-5, 5e9), Network(1e-4, 1e8)
 

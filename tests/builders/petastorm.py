@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 
 from spark_dl.data.petastorm.codecs import decode
 from spark_dl.data.petastorm.metadata import UNISCHEMA_KEY, hive_partitions
-from spark_dl.data.petastorm.unischema_reader import read_unischema
+from spark_dl.data.petastorm.unischema import read_unischema
 
 
 class Reduced:

@@ -7,8 +7,8 @@ from torch.nn import functional as F
 from spark_dl.data.plan import Plan
 from spark_dl.nn.moe import moe_layers
 from spark_dl.rundir import checkpoint
+from spark_dl.rundir.checkpoint import load_weights
 from spark_dl.rundir.metrics import read_metrics
-from spark_dl.rundir.weights import load_weights
 from spark_dl.spec import Run
 from tests.builders.datasets import global_batches, write_dataset
 from tests.builders.models import MLP, blobs, build_mlp

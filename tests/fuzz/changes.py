@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adagrad, AdamW, RMSprop
 
 from spark_dl import DDP, Mesh, ModelSpec
-from spark_dl.rundir.weights import load_weights
+from spark_dl.rundir.checkpoint import load_weights
 from tests.builders.models import blobs, small_config
 from tests.fuzz.errors import note, without_digits
 from tests.ranks.launcher import RankFailed

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Muon
 
 from spark_dl import DDP, Mesh, ModelSpec, Optimization
-from spark_dl.rundir.weights import load_weights
+from spark_dl.rundir.checkpoint import load_weights
 from tests.builders.models import small_config
 from tests.fuzz.errors import note, without_digits
 from tests.ranks.launcher import RankFailed

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from spark_dl.data.load.build import build_train_loader
-from spark_dl.parallel.layout import to_device
+from spark_dl.parallel.modules import to_device
 from tests.builders.datasets import write_dataset
 from tests.builders.models import MLP, small_config
 

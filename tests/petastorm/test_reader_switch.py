@@ -12,7 +12,7 @@ from spark_dl import worker
 from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.load.build import build_loader
-from spark_dl.data.petastorm.pickle_opcodes import UnsafeMetadataError
+from spark_dl.data.petastorm.unischema import UnsafeMetadataError
 from spark_dl.data.petastorm_plan import PetastormPlan
 from spark_dl.spec import Run
 from tests.builders.datasets import write_dataset

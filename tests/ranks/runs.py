@@ -7,7 +7,7 @@ import cloudpickle
 
 from spark_dl import storage, worker
 from spark_dl.data.dataset.manifest import read_shards
-from spark_dl.rundir import checkpoint, rank_files
+from spark_dl.rundir import checkpoint, saving
 from spark_dl.spec import Run
 from tests.builders.datasets import write_dataset
 from tests.builders.models import MLP, blobs, same_bits
@@ -58,7 +58,7 @@ def distance(weights, expected):
 def rank_states(saved):
     """What each rank had alone, by rank."""
     ranks = saved.manifest["world_size"]
-    return [rank_files.load_rank_state(saved, rank, ranks) for rank in range(ranks)]
+    return [saving.load_rank_state(saved, rank, ranks) for rank in range(ranks)]
 
 
 def flat_tensors(state, prefix=""):

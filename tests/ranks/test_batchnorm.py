@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from spark_dl import DDP, Config, Launch, LocalSGD, ModelSpec
 from spark_dl.launch.rank import rendezvous
-from spark_dl.parallel.batchnorm import CpuSyncBatchNorm, synchronize_batchnorm
+from spark_dl.parallel.modules import CpuSyncBatchNorm, synchronize_batchnorm
 from spark_dl.rundir.metrics import read_metrics
 from tests.builders.models import small_config
 from tests.ranks.launcher import run_ranks

@@ -15,9 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from spark_dl import Launch, ModelSpec, loop
 from spark_dl.launch.rank import rendezvous
 from spark_dl.parallel import ddp
-from spark_dl.parallel.exchange.compression import Bucket, all_gather, average_largest, average_thresholded
+from spark_dl.parallel.exchange.compression import Bucket, PowerSgd, all_gather, average_largest, average_thresholded
 from spark_dl.parallel.exchange.exchange import ErrorFeedback, check_can_sum
-from spark_dl.parallel.exchange.powersgd import PowerSgd
 from spark_dl.parallel.exchange.serial import SerialCollectives
 from spark_dl.rundir import checkpoint
 from spark_dl.rundir.metrics import read_metrics

@@ -11,10 +11,10 @@ from torch import nn
 from spark_dl import DDP, Launch, Mesh, ModelSpec
 from spark_dl.launch.rank import rendezvous
 from spark_dl.nn import MoE
-from spark_dl.parallel.mesh.expert_ranks import connect_experts, cut_experts
 from spark_dl.parallel.mesh.groups import build_groups
+from spark_dl.parallel.mesh.layers import connect_experts, cut_experts
+from spark_dl.rundir.checkpoint import load_weights
 from spark_dl.rundir.metrics import read_metrics
-from spark_dl.rundir.weights import load_weights
 from tests.builders.models import MLP, small_config
 from tests.ranks.launcher import RankFailed, run_ranks
 from tests.ranks.runs import cut_at, make_run, resume, train, train_rank

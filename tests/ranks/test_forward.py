@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from spark_dl import ModelSpec, worker
 from spark_dl.launch.rank.environment import restored_process
 from spark_dl.rundir import checkpoint
-from spark_dl.rundir.weights import load_weights
+from spark_dl.rundir.checkpoint import load_weights
 from tests.builders import reference
 from tests.builders.models import small_config
 from tests.builders.settings import parallel

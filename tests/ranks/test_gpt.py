@@ -12,7 +12,7 @@ import yaml
 from examples import gpt
 from spark_dl import Mesh, ModelSpec, export
 from spark_dl.rundir import checkpoint
-from spark_dl.rundir.weights import load_weights
+from spark_dl.rundir.checkpoint import load_weights
 from spark_dl.spec import Run
 from tests.builders.datasets import write_dataset
 from tests.builders.settings import make_config

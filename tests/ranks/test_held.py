@@ -5,8 +5,8 @@ import pytest
 from benchmarks.parallel import held
 from spark_dl.config import Launch
 from spark_dl.launch.rank import rendezvous
-from spark_dl.parallel.mesh.planner.memory import STATES
-from spark_dl.parallel.mesh.planner.memory import held as by_formula
+from spark_dl.parallel.mesh.planner.records import STATES
+from spark_dl.parallel.mesh.planner.records import held as by_formula
 from tests.ranks.launcher import run_ranks
 
 WIDTH, LAYERS = 64, 20

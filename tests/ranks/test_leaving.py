@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spark_dl import DDP, Launch, LocalSGD, ModelSpec, worker
 from spark_dl.channel import Address
-from spark_dl.launch.failures import first_failure
-from spark_dl.launch.failures.describe import is_secondary
+from spark_dl.launch.failures import errors
+from spark_dl.launch.failures.errors import is_secondary
 from spark_dl.launch.rank import rendezvous
 from spark_dl.launch.rank.store import RankStore, Server
 from spark_dl.parallel import ddp
@@ -149,8 +149,8 @@ def test_a_store_that_does_not_answer_hides_no_error():
         answers.clear()
         start = time.monotonic()
         for error in (ValueError("own"), RuntimeError("Connection closed by peer")):
-            first_failure.publish(world, error)
-            first_failure.raise_published(world, error)
+            errors.publish(world, error)
+            errors.raise_published(world, error)
         assert time.monotonic() - start < 20
         ours.close()
         theirs.close()

@@ -18,8 +18,8 @@ from spark_dl.data.load.build import build_loader
 from spark_dl.evaluate import load_model
 from spark_dl.launch.rank.environment import restored_process
 from spark_dl.rundir import checkpoint
+from spark_dl.rundir.checkpoint import load_weights
 from spark_dl.rundir.metrics import read_metrics
-from spark_dl.rundir.weights import load_weights
 from spark_dl.spec import Run
 from tests.builders.datasets import write_dataset
 from tests.builders.models import blobs, build_mlp, small_config

@@ -15,8 +15,8 @@ from spark_dl.data.load.build import build_loader
 from spark_dl.evaluate import load_model
 from spark_dl.launch.rank import rendezvous
 from spark_dl.parallel.loss import weighted_loss_sum
+from spark_dl.rundir.checkpoint import load_weights
 from spark_dl.rundir.checkpoint_files import DamagedError
-from spark_dl.rundir.weights import load_weights
 from tests.builders.models import build_mlp, small_config
 from tests.ranks.launcher import RankFailed, run_ranks
 from tests.ranks.runs import cut_at, make_run, resume, train, train_rank
@@ -248,7 +248,7 @@ def places_of_shards():
     """Where this process has the shards of `fully_shard`, by torch's mesh and by ours."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    from spark_dl.parallel.mesh.fsdp import shard_fully
+    from spark_dl.parallel.mesh.flat import shard_fully
 
     with rendezvous.join(Launch(device="cpu")) as world:
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8))

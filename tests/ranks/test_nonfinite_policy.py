@@ -12,9 +12,9 @@ from torch import nn
 
 from spark_dl import Checkpoint, ModelSpec
 from spark_dl.rundir import checkpoint
+from spark_dl.rundir.checkpoint import load_weights
 from spark_dl.rundir.metrics import read_metrics
-from spark_dl.rundir.weights import load_weights
-from spark_dl.training import nonfinite
+from spark_dl.training import finite
 from tests.builders.models import blobs, build_never_finite, same_bits, small_config
 from tests.builders.reference import reference
 from tests.builders.row_places import rows_named
@@ -291,18 +291,18 @@ def test_F22_weights_that_overflow_are_undone_by_a_rollback_and_end_a_run_that_s
 
 
 def count_reductions(run):
-    calls, reduce = 0, nonfinite.sum_over_ranks
+    calls, reduce = 0, finite.sum_over_ranks
 
     def counted(tensor):
         nonlocal calls
         calls += 1
         reduce(tensor)
 
-    nonfinite.sum_over_ranks = counted
+    finite.sum_over_ranks = counted
     try:
         return train_rank(run)["skipped_steps"], calls
     finally:
-        nonfinite.sum_over_ranks = reduce
+        finite.sum_over_ranks = reduce
 
 
 @pytest.mark.sampled(1)

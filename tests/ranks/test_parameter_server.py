@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from spark_dl import Checkpoint, ModelSpec, ParameterServer, worker
-from spark_dl.launch.failures.describe import describe
+from spark_dl.launch.failures.errors import describe
 from spark_dl.rundir import checkpoint, saving
 from spark_dl.rundir.metrics import read_metrics
 from spark_dl.spec import Run

@@ -10,7 +10,7 @@ from torch import nn
 
 from spark_dl import Checkpoint, ModelSpec
 from spark_dl.rundir import checkpoint
-from spark_dl.rundir.weights import load_weights
+from spark_dl.rundir.checkpoint import load_weights
 from tests.builders.models import build_dropout_mlp, same_bits, small_config
 from tests.builders.settings import parallel as make_parallel
 from tests.ranks.launcher import run_ranks

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, AdamW, lr_scheduler
 
 from spark_dl import Mesh, ModelSpec, Optimization
 from spark_dl.rundir import checkpoint
-from spark_dl.rundir.weights import load_weights
+from spark_dl.rundir.checkpoint import load_weights
 from tests.builders.models import build_mlp, same_bits, small_config
 from tests.ranks.launcher import RankFailed
 from tests.ranks.runs import assert_same_to_the_bit, cut_at, make_run, on_ranks, resume, train, train_rank

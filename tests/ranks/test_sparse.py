@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from spark_dl import DDP, Mesh, ModelSpec
-from spark_dl.rundir.weights import load_weights
+from spark_dl.rundir.checkpoint import load_weights
 from tests.builders.models import same_bits, small_config
 from tests.ranks.launcher import RankFailed, run_ranks
 from tests.ranks.runs import cut_at, make_run, train, train_rank

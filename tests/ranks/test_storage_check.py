@@ -19,7 +19,7 @@ from spark_dl import Config, ModelSpec
 from spark_dl.data.load.build import build_train_loader
 from spark_dl.data.parquet.file import HAS_CHECKSUMS
 from spark_dl.data.plan import streams_of_rank
-from spark_dl.rundir import attempt, checkpoint, saving
+from spark_dl.rundir import checkpoint, run_folder, saving
 from spark_dl.rundir.metrics import read_metrics
 from tests.builders.datasets import write_dataset
 from tests.builders.models import MLP, blobs, build_mlp, small_config
@@ -177,7 +177,7 @@ def test_F12_a_disk_that_is_full_before_the_first_file_is_the_same_error(tmp_pat
 def test_a_full_disk_can_be_mended_and_a_read_only_one_needs_another_run_dir(tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    begin = partial(attempt.begin_attempt, str(run_dir), Config(), resume=True, overwrite=False)
+    begin = partial(run_folder.begin_attempt, str(run_dir), Config(), resume=True, overwrite=False)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", run_dir], check=True)
     try:
         (run_dir / "ballast").write_bytes(bytes(64 << 10))

@@ -9,7 +9,7 @@ import pytest
 from spark_dl import Faults
 from spark_dl.rundir import checkpoint
 from spark_dl.rundir.metrics import read_metrics
-from spark_dl.track.slow_ranks import SlowRanks
+from spark_dl.track.time_split import SlowRanks
 from tests.builders.models import MLP, same_bits, small_config
 from tests.builders.settings import parallel as make_parallel
 from tests.ranks.runs import cut_at, make_run, train

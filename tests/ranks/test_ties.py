@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from spark_dl import ModelSpec, Optimization
 from spark_dl.parallel.ddp import DDP
 from spark_dl.parallel.mesh.settings import Mesh
-from spark_dl.rundir.weights import load_weights
+from spark_dl.rundir.checkpoint import load_weights
 from tests.builders.models import small_config
 from tests.ranks.launcher import RankFailed
 from tests.ranks.runs import distance, make_run, train

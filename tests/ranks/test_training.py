@@ -14,7 +14,7 @@ from benchmarks.faults import ledger
 from spark_dl import DDP, Checkpoint, Config, Launch, ModelSpec, worker
 from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.launch.rank import rendezvous
-from spark_dl.rundir import attempt, checkpoint, rank_files, saving
+from spark_dl.rundir import checkpoint, run_folder, saving
 from spark_dl.rundir.metrics import read_metrics
 from spark_dl.spec import Run
 from tests.builders.datasets import write_dataset
@@ -147,9 +147,9 @@ def test_F14_a_checkpoint_without_the_file_of_one_rank_is_not_used(tmp_path, cap
     missing = Path(newest.url) / "rank-00001.pt"
     missing.unlink()
     with pytest.raises(ValueError, match=rf"checkpoint.strict: {missing} is damaged: it is missing"):
-        attempt.begin_attempt(str(run_dir), Config(checkpoint=Checkpoint(strict=True)), resume=True, overwrite=False)
+        run_folder.begin_attempt(str(run_dir), Config(checkpoint=Checkpoint(strict=True)), resume=True, overwrite=False)
     with caplog.at_level(logging.WARNING, "spark_dl"):
-        generation, used = attempt.begin_attempt(str(run_dir), config, resume=True, overwrite=False)
+        generation, used = run_folder.begin_attempt(str(run_dir), config, resume=True, overwrite=False)
     assert used == before
     assert str(missing) in caplog.text
     assert used.url in caplog.text
@@ -436,8 +436,8 @@ def save_and_load_rank_states(run_dir):
         about = {"world_size": world.world_size, "generation": 1, "step": 1, "config": Config(), "columns": ()}
         commit = saving.save(run_dir, found, **about)
         saved = checkpoint.open_checkpoint(commit.url, sha256=commit.sha256)
-        own = rank_files.load_rank_state(saved, world.rank, world.world_size)
-        return own, rank_files.load_rank_state(saved, 0, world.world_size + 1)
+        own = saving.load_rank_state(saved, world.rank, world.world_size)
+        return own, saving.load_rank_state(saved, 0, world.world_size + 1)
 
 
 def test_what_each_rank_has_alone_is_saved_and_is_their_mean_for_another_number_of_ranks(tmp_path):

@@ -17,8 +17,7 @@ from spark_dl.launch.watch import Listener
 from spark_dl.rundir import checkpoint, generations
 from spark_dl.rundir.metrics import read_metrics
 from spark_dl.trials.hand_out import HandOut
-from spark_dl.trials.order import begin
-from spark_dl.trials.rank import run_trials
+from spark_dl.trials.rank import begin, run_trials
 from tests.builders.models import DROPOUT_MLP, MLP, build_mlp, small_config
 from tests.ranks.launcher import RankFailed, run_ranks
 from tests.ranks.runs import assert_same_to_the_bit, make_run, train

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import spark_dl
 from spark_dl import ModelSpec, RankError, worker
 from spark_dl.baselines.driver_loop import gradient_sum
-from spark_dl.baselines.driver_loop.received import only_gradients
+from spark_dl.baselines.driver_loop.gradient_sum import only_gradients
 from spark_dl.config import strategies
 from spark_dl.data.load.mixture import Mixture
 from spark_dl.rundir import checkpoint

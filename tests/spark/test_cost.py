@@ -4,7 +4,7 @@ import operator
 
 import pytest
 
-from spark_dl.parallel.cost.work import tree_levels
+from spark_dl.parallel.cost.cost import tree_levels
 
 pytestmark = pytest.mark.modes("local")
 

@@ -17,7 +17,7 @@ import torch
 
 import spark_dl
 from spark_dl import driver
-from spark_dl.launch import elastic, preflight
+from spark_dl.launch import preflight, supervise
 from spark_dl.rundir import checkpoint
 from tests.builders.datasets import write_dataset
 from tests.builders.models import MLP, blobs, build_mlp, small_config
@@ -71,7 +71,7 @@ def test_an_evaluation_goes_on_with_fewer_ranks_when_slots_are_lost_with_a_rank(
     expected = spark_dl.evaluate(data, MLP, trained.checkpoint, spark=spark)
     marker, slots, started = tmp_path / "died", preflight.num_slots, []
     monkeypatch.setattr(preflight, "num_slots", lambda *args: 2 if marker.exists() else slots(*args))
-    monkeypatch.setattr(driver, "fit_ranks", functools.partial(elastic.fit_ranks, wait_s=0.5))
+    monkeypatch.setattr(driver, "fit_ranks", functools.partial(supervise.fit_ranks, wait_s=0.5))
     run_barrier = driver.run_barrier
     monkeypatch.setattr(driver, "run_barrier", lambda *args, launch, **options: (
         started.append(launch.num_ranks), run_barrier(*args, launch=launch, **options))[1])  # fmt: skip

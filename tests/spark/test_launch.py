@@ -27,7 +27,7 @@ from pyspark.sql import SparkSession
 
 import spark_dl
 from spark_dl import Launch, RankError, spark_job
-from spark_dl.launch import barrier, preflight, session, starting
+from spark_dl.launch import barrier, preflight, session
 from spark_dl.launch.rank import rendezvous
 from spark_dl.launch.rank.task import Attempt, RankResult
 from spark_dl.launch.watch import Listener
@@ -570,8 +570,8 @@ def test_B21_a_busy_cluster_is_said_and_is_an_error_after_the_start_timeout(spar
         except Exception as error:
             errors.append(error)
 
-    monkeypatch.setattr(starting, "_SAY_AFTER_S", 1.0)
-    monkeypatch.setattr(starting, "_SAY_EVERY_S", 2.0)
+    monkeypatch.setattr(barrier, "_SAY_AFTER_S", 1.0)
+    monkeypatch.setattr(barrier, "_SAY_EVERY_S", 2.0)
     errors = []
     other = threading.Thread(target=occupy)
     other.start()

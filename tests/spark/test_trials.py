@@ -14,7 +14,7 @@ from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationS
 
 import spark_dl
 from spark_dl import Launch, ModelSpec, RankError, Shards, TreeReduce
-from spark_dl.launch import starting
+from spark_dl.launch import barrier
 from spark_dl.ml import TorchClassifier
 from tests.builders.models import MLP, blobs, build_mlp, same_bits, small_config
 
@@ -253,7 +253,7 @@ def test_param_maps_that_need_other_rows_and_one_that_fails_are_errors(spark, po
 @pytest.mark.modes("local")
 def test_B21_jobs_of_several_threads_wait_for_each_other_where_the_slots_do_not_suffice(spark, monkeypatch, caplog):
     """As CrossValidator(parallelism=2) starts them; the second one has no slots until after its time limit."""
-    monkeypatch.setattr(starting, "_SAY_AFTER_S", 1.0)
+    monkeypatch.setattr(barrier, "_SAY_AFTER_S", 1.0)
     settings = Launch(num_ranks=3, start_timeout_s=3.0)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(spark_dl.launch, time.sleep, 4.5, settings=settings, spark=spark) for _ in range(2)]

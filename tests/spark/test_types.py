@@ -28,7 +28,7 @@ from spark_dl.data.columns.images import read_image
 from spark_dl.data.columns.policies import Changes
 from spark_dl.data.columns.ragged import Ragged, concatenate
 from spark_dl.data.load import local
-from spark_dl.data.write.once import read_once
+from spark_dl.data.write.shards import read_once
 from tests.builders.images import other, pixels, png, turned
 from tests.builders.models import CityModel, small_config
 from tests.builders.settings import make_config

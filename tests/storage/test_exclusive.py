@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from spark_dl import storage
-from spark_dl.rundir import exclusive, generations
-from spark_dl.rundir.exclusive import create_exclusively
+from spark_dl.rundir import generations
+from spark_dl.rundir.generations import create_exclusively
 from tests.builders.s3 import BUCKET
 
 TIMES = 10
@@ -21,7 +21,7 @@ WRITERS = 4
 
 @pytest.fixture(autouse=True)
 def _not_yet_warned():
-    exclusive._warn_not_exclusive.cache_clear()
+    generations._warn_not_exclusive.cache_clear()
 
 
 def at_once(write):

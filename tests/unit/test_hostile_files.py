@@ -18,9 +18,8 @@ from spark_dl import Config, load_config
 from spark_dl.config.checks import suggestion
 from spark_dl.data.columns.schema import Column
 from spark_dl.rundir import checkpoint, generations
-from spark_dl.rundir.checkpoint_files import DamagedError, NotLoadedError, digest
+from spark_dl.rundir.checkpoint_files import KINDS, DamagedError, NotLoadedError, TensorFiles, digest
 from spark_dl.rundir.metrics import read_metrics
-from spark_dl.rundir.tensor_files import KINDS, TensorFiles
 from spark_dl.scoring.saved_model import load_model, read_saved_model, write_saved_model
 from spark_dl.spec import ModelSpec
 from spark_dl.track.run_log import read_run

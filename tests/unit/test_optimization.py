@@ -10,7 +10,7 @@ from torch.optim import SGD, lr_scheduler
 
 from spark_dl import Config, Launch, ModelSpec, Optimization, Train
 from spark_dl.parallel.trainable import build_optimization
-from spark_dl.training.schedule import Schedule
+from spark_dl.training.optimizer_settings import Schedule
 
 MODEL = nn.Linear(1, 1)
 

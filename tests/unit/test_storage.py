@@ -9,7 +9,7 @@ import stat
 import pytest
 
 from spark_dl import storage
-from spark_dl.rundir.exclusive import create_exclusively
+from spark_dl.rundir.generations import create_exclusively
 
 NAMES = ["plain", "two words", "größe-模型", "a#b", "100%", "a%20b", "what?", "semi;colon", "a&b=c", "[x]", "é+ü", "~"]
 

@@ -29,9 +29,8 @@ from torch import Tensor, nn
 
 from spark_dl import loop
 from spark_dl.baselines.driver_loop import gradient_sum
-from spark_dl.baselines.driver_loop.gradient_sum import GradientSum
+from spark_dl.baselines.driver_loop.gradient_sum import GradientSum, only_gradients
 from spark_dl.baselines.driver_loop.rank_task import Attempt, Step, part_of_rank
-from spark_dl.baselines.driver_loop.received import only_gradients
 from spark_dl.config import Config
 from spark_dl.config.parallel import Parallel
 from spark_dl.config.strategies import Strategy

@@ -34,7 +34,7 @@ from spark_dl.data.columns.batch import Batch, StepBatches
 from spark_dl.data.load.build import build_train_loader
 from spark_dl.data.load.row_names import name_rows
 from spark_dl.launch.code import payload
-from spark_dl.launch.failures.describe import describe, failed_in_task
+from spark_dl.launch.failures.errors import describe, failed_in_task
 from spark_dl.launch.rank import gpus
 from spark_dl.parallel.loss import count_of
 from spark_dl.parallel.stragglers import delay_s

@@ -33,21 +33,19 @@ import torch
 from spark_dl.baselines.servers.block import Block
 from spark_dl.baselines.servers.deal import MiniBatchQueue, deal_again
 from spark_dl.baselines.servers.flat import FlatModel
-from spark_dl.baselines.servers.lead import LeadServer
-from spark_dl.baselines.servers.mini_batches import MiniBatches
-from spark_dl.baselines.servers.roles import Roles, connect_all
+from spark_dl.baselines.servers.lead import LeadServer, Roles, connect_all
 from spark_dl.baselines.servers.rules import Coordinator, Gradient, rules_of
 from spark_dl.baselines.servers.server import Server, follow
 from spark_dl.baselines.servers.settings import ParameterServer, settings_of
-from spark_dl.baselines.servers.trainer import Trainer, add_gradient
+from spark_dl.baselines.servers.trainer import MiniBatches, Trainer, add_gradient
 from spark_dl.baselines.servers.wire import Numbers, Transport
 from spark_dl.config.strategies import Strategy
-from spark_dl.launch.failures import status
+from spark_dl.launch.failures import rank_state
 from spark_dl.loop import Training
-from spark_dl.parallel.same_model import check_same_model
+from spark_dl.parallel.modules import check_same_model
 from spark_dl.parallel.trainable import OptimizerState, Trainable
 from spark_dl.spec import Run
-from spark_dl.training import early_stop
+from spark_dl.training import row_metrics
 from spark_dl.training.finite import WEIGHT, Finding, NotFiniteError, is_finite
 from spark_dl.training.state import seed_generators
 from spark_dl.world import World
@@ -64,7 +62,7 @@ def train(run: Run, world: World) -> dict[str, Any]:
     server, which itself waits for trainers.
     """
     roles = Roles(world.rank, world.world_size, run.config.parallel.servers)
-    run = dataclasses.replace(run, config=early_stop.with_mode(run.spec, run.config))
+    run = dataclasses.replace(run, config=row_metrics.with_mode(run.spec, run.config))
     seed_generators(run.config.train.seed)  # the same weights on all ranks
     flat = FlatModel(run.spec, world.device, len(roles.servers))
     check_same_model(flat.model, world)
@@ -225,7 +223,7 @@ class _ServedTraining:
         training.schedule.end_step()
         progress.step += 1
         progress.global_step += 1
-        status.enter(status.TRAINING, progress.global_step + 1)
+        rank_state.enter(rank_state.TRAINING, progress.global_step + 1)
 
     def _on_update(self, gradients: Sequence[Gradient], heads: Sequence[Mapping[str, Any]]) -> str | None:
         """Counts an update, on the first server. Returns the reason to pause, or None."""

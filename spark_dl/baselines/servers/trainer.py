@@ -1,8 +1,12 @@
-"""The work of a trainer between two pauses: receive weights and a mini-batch, compute a gradient, send it."""
+"""The work of a trainer between two pauses: receive weights, read a mini-batch, compute a gradient, send it.
+
+Its mini-batches are mostly consecutive steps of its part of the rows.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,14 +15,60 @@ import torch
 from torch import Tensor
 
 from spark_dl.baselines.servers.flat import FlatModel
-from spark_dl.baselines.servers.mini_batches import MiniBatches
+from spark_dl.baselines.servers.lead import Roles
 from spark_dl.baselines.servers.wire import Message, Transport
 from spark_dl.config import Config
+from spark_dl.data.load.build import BatchLoader, build_train_loader
+from spark_dl.data.load.row_names import name_rows
 from spark_dl.parallel.loss import Count, count_of
 from spark_dl.parallel.stragglers import delay_s
 from spark_dl.parallel.trainable import add_gradients
-from spark_dl.spec import Batch, ModelSpec
+from spark_dl.spec import Batch, ModelSpec, Run
 from spark_dl.training.finite import Finding, NotFiniteError, find_in_gradients, is_finite
+
+
+class MiniBatches:
+    """The mini-batches of a trainer. Only one loader is open at a time, to limit memory."""
+
+    def __init__(self, run: Run, roles: Roles, *, pin: bool):
+        self._roles = roles
+        self._build = functools.partial(build_train_loader, run.train, run.spec, run.config, pin=pin)
+        self._loader: BatchLoader
+        self._part: tuple[int, int] | None = None  # part and number of parts of the loader
+        self._steps: Any = None  # a generator
+        self._at: tuple[int, int] | None = None  # epoch and step of the last mini-batch
+        self._last: Sequence[Batch] = ()
+
+    def loader_of(self, rank: int) -> BatchLoader:
+        """Returns a loader for its plan and columns, not to be read. A server gets the last trainer's."""
+        trainers = self._roles.trainers
+        return self._build(rank=min(rank, trainers[-1]), world_size=len(trainers))
+
+    def read(self, epoch: int, num_parts: int, part: int, step: int) -> Sequence[Batch]:
+        """Returns the micro-batches of a mini-batch. The last one is kept, for a second call."""
+        if self._part != (part, num_parts):
+            self.close()
+            self._loader, self._part = self._build(rank=part, world_size=num_parts), (part, num_parts)
+        if self._at != (epoch, step):
+            if self._steps is None or self._at != (epoch, step - 1):
+                self._stop_reading()
+                self._steps = self._loader.epoch(epoch, step)
+            self._last, self._at = next(self._steps).micro_batches, (epoch, step)
+        return self._last
+
+    def name_rows(self, epoch: int, step: int) -> str:
+        """Names the rows of the mini-batch that was read last, for messages."""
+        return name_rows(self._loader, epoch, step)
+
+    def close(self) -> None:
+        """Stops reading ahead."""
+        self._stop_reading()
+        self._part = self._at = None
+
+    def _stop_reading(self) -> None:
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
 
 
 def add_gradient(

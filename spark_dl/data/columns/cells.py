@@ -7,16 +7,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from spark_dl.data.columns.elements import (
+    Lookup,
     check_inner_nulls,
     decoded,
     elements,
     first_true,
+    is_looked_up,
+    leaf_type,
+    levels,
     numbers,
     one_length,
+    rows_of_level,
     shape_source,
 )
-from spark_dl.data.columns.lookup import Lookup, is_looked_up
-from spark_dl.data.columns.nesting import leaf_type, levels, rows_of_level
 from spark_dl.data.columns.ragged import Array, Ragged, from_lengths
 from spark_dl.data.columns.source import NO_NULLS, BadCellsError, Shape, SourceColumn, fill_scalar
 from spark_dl.data.columns.vectors import vectors

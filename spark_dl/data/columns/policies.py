@@ -15,9 +15,8 @@ import pyarrow.compute as pc
 from spark_dl.config.data import Data, Nonfinite, Nulls
 from spark_dl.data.columns import images
 from spark_dl.data.columns.cells import read_cells
-from spark_dl.data.columns.elements import shape_source
+from spark_dl.data.columns.elements import nonfinite_rows, null_rows, shape_source
 from spark_dl.data.columns.encoding import MAX_VOCABULARY
-from spark_dl.data.columns.nesting import nonfinite_rows, null_rows
 from spark_dl.data.columns.ragged import Array, Ragged
 from spark_dl.data.columns.source import BadCellsError, Shape, SourceColumn
 

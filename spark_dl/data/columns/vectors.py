@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from spark_dl.data.columns.elements import check_inner_nulls, elements, one_length, shape_source
-from spark_dl.data.columns.nesting import levels, null_rows
+from spark_dl.data.columns.elements import check_inner_nulls, elements, levels, null_rows, one_length, shape_source
 from spark_dl.data.columns.ragged import Array
 from spark_dl.data.columns.source import BadCellsError, Shape, SourceColumn
 

@@ -17,7 +17,7 @@ from spark_dl.config import Data
 from spark_dl.config.checks import suggestion
 from spark_dl.data.columns import cell_codec, schema
 from spark_dl.data.columns.cells import read_cells
-from spark_dl.data.columns.nesting import leaf_type, null_rows
+from spark_dl.data.columns.elements import leaf_type, null_rows
 from spark_dl.data.columns.ragged import Array
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.columns.source import HAS_DOT, NO_NULLS, SourceColumn, arrow_source_column, check_fill

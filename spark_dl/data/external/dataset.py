@@ -22,8 +22,7 @@ from spark_dl.data.columns import schema
 from spark_dl.data.columns.policies import Rules
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.columns.source import NO_NULLS, check_batch_names, check_names
-from spark_dl.data.dataset.records import ShardSet
-from spark_dl.data.dataset.shard_table import Shard, ShardTable
+from spark_dl.data.dataset.records import Shard, ShardSet, ShardTable
 from spark_dl.data.external.columns import external_column, unit_of
 from spark_dl.data.external.files import (
     File,
@@ -36,8 +35,7 @@ from spark_dl.data.external.files import (
     without_values,
 )
 from spark_dl.data.petastorm import metadata as petastorm_metadata
-from spark_dl.data.petastorm.unischema import Field
-from spark_dl.data.petastorm.unischema_reader import read_unischema
+from spark_dl.data.petastorm.unischema import Field, read_unischema
 
 _log = logging.getLogger("spark_dl")
 _READERS = 16

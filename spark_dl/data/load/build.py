@@ -9,7 +9,7 @@ from spark_dl.config import Config
 from spark_dl.data.columns.batch import StepBatches
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.records import ShardSet
-from spark_dl.data.external.row_counts import leaves_out_rows
+from spark_dl.data.external.files import leaves_out_rows
 from spark_dl.data.load.loader import Loader
 from spark_dl.data.load.mixture import MixedLoader, MixedPlan, Mixture
 from spark_dl.data.load.petastorm_reader import PetastormLoader
@@ -42,7 +42,7 @@ def build_loader(data: ShardSet | Mixture, config: Config, **options: Any) -> Ba
         if leaves_out_rows(shards, config) and shards.filtered is None:
             raise ValueError(
                 f"data.filters, data.nulls, data.nonfinite: all rows of {shards.url} would be read; count the rows "
-                "that pass before the ranks start, with spark_dl.data.external.row_counts.filter_rows, as "
+                "that pass before the ranks start, with spark_dl.data.external.files.filter_rows, as "
                 "spark_dl.train does"
             )
     if isinstance(data, Mixture):

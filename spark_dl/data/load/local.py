@@ -31,8 +31,7 @@ from spark_dl.config import Config, Data, Launch, Loader, Shards, Train
 from spark_dl.data.columns.ragged import Array, Ragged
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.columns.source import SourceColumn
-from spark_dl.data.dataset.records import LocalPlacement, ShardSet
-from spark_dl.data.dataset.shard_table import ShardTable
+from spark_dl.data.dataset.records import LocalPlacement, ShardSet, ShardTable
 from spark_dl.data.load import loader as loaders
 from spark_dl.data.plan import Segment, Split
 from spark_dl.data.read import rows

@@ -23,7 +23,7 @@ from spark_dl.data.columns.policies import first_nonfinite_row, nonfinite_as_rea
 from spark_dl.data.columns.ragged import Array
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.petastorm.metadata import COMMON_METADATA, UNISCHEMA_KEY, read_metadata
-from spark_dl.data.petastorm.unischema_reader import read_unischema
+from spark_dl.data.petastorm.unischema import read_unischema
 from spark_dl.data.petastorm_plan import PetastormPlan
 from spark_dl.data.plan import Split
 

@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from spark_dl.config.checks import suggestion
+from spark_dl.data.columns.elements import nonfinite_rows, null_rows
 from spark_dl.data.columns.encoding import Encoding
-from spark_dl.data.columns.nesting import nonfinite_rows, null_rows
 from spark_dl.data.parquet.file import chunks_of, is_string_or_binary
 
 Mask = npt.NDArray[np.bool_]

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from spark_dl.config.checks import ENCODINGS
+from spark_dl.data.columns.elements import Lookup, string_indices
 from spark_dl.data.columns.encoding import Encoding
-from spark_dl.data.columns.lookup import Lookup, string_indices
 from spark_dl.data.columns.ragged import Array, Ragged, from_lengths
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.columns.source import BadCellsError, SourceColumn, arrow_source_column

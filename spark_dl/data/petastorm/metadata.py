@@ -17,8 +17,7 @@ import pyarrow.parquet as pq
 
 from spark_dl import storage
 from spark_dl.data.columns.schema import Column
-from spark_dl.data.petastorm.unischema import Codec, Field, Unischema
-from spark_dl.data.petastorm.unischema_writer import write_unischema
+from spark_dl.data.petastorm.unischema import Codec, Field, Unischema, write_unischema
 
 COMMON_METADATA = "_common_metadata"
 UNISCHEMA_KEY = b"dataset-toolkit.unischema.v1"

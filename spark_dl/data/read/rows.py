@@ -16,19 +16,17 @@ import pyarrow as pa
 from spark_dl import storage
 from spark_dl.config.data import Nonfinite
 from spark_dl.data.columns import policies
-from spark_dl.data.columns.lookup import keeps_dictionary
+from spark_dl.data.columns.elements import keeps_dictionary
 from spark_dl.data.columns.ragged import Array, Ragged, from_lengths, take
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.external import columns as external_columns
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet import filters
-from spark_dl.data.parquet.buffer_pool import BufferPool
-from spark_dl.data.parquet.byte_budget import ByteBudget
-from spark_dl.data.petastorm.npy import unpacked_bytes
+from spark_dl.data.parquet.file import BufferPool, ByteBudget
+from spark_dl.data.petastorm.codecs import unpacked_bytes
 from spark_dl.data.plan import FILLER, Ints, Segment, Split, rows_held_out, split_rows
-from spark_dl.data.read.current import CurrentReads
-from spark_dl.data.read.shard_file import ShardFile, is_sliced
+from spark_dl.data.read.shard_file import CurrentReads, ShardFile, is_sliced
 from spark_dl.data.store.cache import DiskCache, open_input
 
 Places = Sequence[Array | None]

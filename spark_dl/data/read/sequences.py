@@ -23,8 +23,8 @@ from spark_dl.data.columns.ragged import Array, Ragged
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.plan import Ints, Segment, Split
-from spark_dl.data.read.current import CurrentReads
 from spark_dl.data.read.rows import Limits, Rows
+from spark_dl.data.read.shard_file import CurrentReads
 from spark_dl.data.store.cache import DiskCache
 
 _log = logging.getLogger("spark_dl")

@@ -1,10 +1,16 @@
-"""An open shard: the cells of its row groups as arrays, read as a whole or in slices of rows."""
+"""An open shard: the cells of its row groups as arrays, read as a whole or in slices of rows.
+
+The row group that each thread reads is known, so that a read that does not come to an end can be named.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,17 +18,47 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from spark_dl import storage
 from spark_dl.data.columns import cell_codec
-from spark_dl.data.columns.lookup import Lookup
+from spark_dl.data.columns.elements import Lookup
 from spark_dl.data.columns.ragged import Array, Ragged, Stacked
 from spark_dl.data.columns.schema import Column
-from spark_dl.data.dataset.shard_table import Shard
+from spark_dl.data.dataset.records import Shard, ShardSet
 from spark_dl.data.external import columns as external_columns
+from spark_dl.data.parquet import file, filters
 from spark_dl.data.parquet import file as parquet_file
-from spark_dl.data.parquet import filters, pages
-from spark_dl.data.parquet.buffer_pool import BufferPool
+from spark_dl.data.parquet.file import BufferPool
 from spark_dl.data.parquet.page_index import IndexedFile
 from spark_dl.data.petastorm import columns as petastorm_columns
+
+
+class CurrentReads:
+    """The row groups of a dataset that threads read now."""
+
+    def __init__(self, shards: ShardSet):
+        self._shards = shards
+        self._begun: dict[int, tuple[float, int]] = {}
+        """Of each thread: when its read has begun, and the number of the row group."""
+
+    @contextlib.contextmanager
+    def of(self, number: int) -> Iterator[None]:
+        """Notes that this thread reads a row group in the block."""
+        thread = threading.get_ident()
+        self._begun[thread] = time.monotonic(), number
+        try:
+            yield
+        finally:
+            del self._begun[thread]
+
+    def longest(self) -> str:
+        """Returns the oldest read, such as `row group 3 of /data/part-0 for 12 s`; empty if no thread reads."""
+        if not (begun := sorted(self._begun.copy().values())):
+            return ""
+        since, number = begun[0]
+        shard, group, _ = self._shards.shards.place_of(number)
+        url = storage.join(self._shards.url, self._shards.shards.name_of(shard))
+        return f"row group {group} of {url} for {time.monotonic() - since:.0f} s"
+
 
 _PLAIN_ENCODINGS = {"PLAIN", "RLE", "BIT_PACKED"}
 """Parquet's encodings without a dictionary. `PLAIN` is of values, the other two are of levels."""
@@ -185,7 +221,7 @@ class ShardFile:
         leaf = self._leaves[column.name]
         levels = self.parquet.schema.column(leaf).max_definition_level
         chunk = self.parquet.metadata.row_group(group).column(leaf)
-        cells = pages.read_plain(
+        cells = file.read_plain(
             self._source, chunk, levels=levels, cell_bytes=column.row_bytes, rows=rows, memory=memory
         )
         return None if cells is None else cell_codec.view(column, cells)

@@ -15,10 +15,8 @@ from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.policies import first_nonfinite_row, rules_of
 from spark_dl.data.columns.ragged import Array, Ragged
 from spark_dl.data.columns.schema import Column
-from spark_dl.data.dataset.folder import delete_replaced, prepare_folder
-from spark_dl.data.dataset.manifest import commit
-from spark_dl.data.dataset.records import ShardSet
-from spark_dl.data.dataset.shard_table import ShardTable
+from spark_dl.data.dataset.manifest import commit, delete_replaced, prepare_folder
+from spark_dl.data.dataset.records import ShardSet, ShardTable
 from spark_dl.data.write.writer import ShardWriter, rows_per_file
 
 

@@ -15,7 +15,7 @@ from spark_dl.data.columns.ragged import Array, Ragged
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.columns.source import BadCellsError, SourceColumn
 from spark_dl.data.dataset.manifest import shard_from_plain
-from spark_dl.data.dataset.shard_table import Shard
+from spark_dl.data.dataset.records import Shard
 from spark_dl.data.write.vocabulary import NO_ROWS
 from spark_dl.data.write.writer import ShardWriter, rows_per_file
 

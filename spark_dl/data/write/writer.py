@@ -17,7 +17,7 @@ from spark_dl.data.columns import cell_codec, ragged, schema
 from spark_dl.data.columns.ragged import Array, Ragged
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.columns.source import BadCellsError
-from spark_dl.data.dataset.shard_table import Shard
+from spark_dl.data.dataset.records import Shard
 from spark_dl.data.parquet import file as parquet_file
 
 _ROW_GROUP_BYTES = 4 << 20

@@ -1,19 +1,160 @@
-"""The error of a failed job: finds the root cause in the events of the ranks and the error of Spark."""
+"""The error of a failed job: finds the root cause in the events of the ranks and the error of Spark.
+
+Also says of ranks that wait for each other in which collective operations they are, and, when one of them hung, what
+each rank did: a table with a line per rank, and the stacks.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spark_dl.config.checks import missing_on_executors
-from spark_dl.launch.failures import memory
-from spark_dl.launch.failures.describe import failure_in, name_of, named
-from spark_dl.launch.failures.errors import RankError
-from spark_dl.launch.failures.memory import Memory
-from spark_dl.launch.failures.mismatch import aborted_by_gloo, behind, mismatch
-from spark_dl.launch.failures.stalled import is_silent, what_ranks_did
-from spark_dl.launch.failures.status import PLANNED, Status, in_words
+from spark_dl.launch.failures import rank_state
+from spark_dl.launch.failures.errors import RankError, failure_in, name_of, named
+from spark_dl.launch.failures.rank_state import LOADING, PLANNED, READING, SAVING, Memory, Status, place_in_words
+
+_DEFAULT_GROUP = "default_pg"
+"""Torch's name of the default process group."""
+_SAME = "all ranks must call the same ones in the same order, with tensors of the same shapes and types"
+
+
+def in_words(collective: Mapping[str, Any]) -> str:
+    """Returns for example `all_reduce [[3, 4] Float]`."""
+    return f"{collective['name']} [{collective['tensors']}]"
+
+
+def numbered(collective: Mapping[str, Any]) -> str:
+    """Returns for example `number 7, all_reduce [[3, 4] Float]`."""
+    return f"number {collective['number']}, {in_words(collective)}"
+
+
+def last_number(who: Mapping[str, Any]) -> int | None:
+    """Returns the number of the last collective operation of a task; None if it is not known.
+
+    The one that it has sent with its stacks or its error, or that of its last heartbeat, which is of the default group.
+    """
+    last = who.get("collective") or who.get("progress")
+    number: int | None = last["number"] if last else None
+    return number
+
+
+def mismatch(known: Mapping[int, Mapping[str, Any]]) -> str:
+    """Returns which ranks are in different operations of the same number; empty if none are.
+
+    known: what each task has reported, with `rank` and, after a stall, its last `collective`.
+    """
+    numbers: dict[tuple[str, int], dict[str, list[int]]] = {}
+    for who in sorted((who for who in known.values() if who.get("rank") is not None), key=lambda who: who["rank"]):
+        if (last := who.get("collective")) is not None:
+            operations = numbers.setdefault((last["group"], last["number"]), {})
+            operations.setdefault(in_words(last), []).append(who["rank"])
+    for (_, number), operations in numbers.items():
+        if len(operations) > 1:
+            return different(number, operations)
+    return ""
+
+
+def different(number: int, operations: Mapping[str, list[int]]) -> str:
+    """Returns the error about ranks that called different operations. operations: the ranks of each operation."""
+    called = "; ".join(f"{_ranks(ranks)} {operation}" for operation, ranks in operations.items())
+    return f"the ranks called different collective operations as number {number}: {called}; {_SAME}"
+
+
+def behind(tasks: list[int], known: Mapping[int, Mapping[str, Any]]) -> str:
+    """Returns by which collective operations some tasks are behind the others; empty if that is not known."""
+    who, first = known.get(tasks[0], {}), None
+    for task, other in known.items():
+        last = other.get("collective")
+        if task not in tasks and last is not None and (first is None or last["number"] > first["number"]):
+            first = last
+    if first is None:
+        return ""
+    own, number = who.get("collective"), last_number(who)
+    if own is None and first["group"] != _DEFAULT_GROUP:
+        number = None  # that of a heartbeat is of another group
+    if number is not None and number >= first["number"]:
+        return ""
+    done = ""
+    if own or number:
+        done = f", and its last is {numbered(own) if own else f'number {number}, by its last heartbeat'}"
+    elif number == 0 or "collective" in who:
+        done = ", and its last is none yet"
+    return f"; the others wait in collective {numbered(first)}{done}"
+
+
+def aborted_by_gloo(crash: str, raised: Sequence[Mapping[str, Any]]) -> str:
+    """Returns why a process that was in a collective operation has probably aborted itself; empty if it was in none.
+
+    crash: its stacks. raised: the failures of other tasks.
+    """
+    if "torch/distributed/" not in crash:
+        return ""
+    other = next((who for who in raised if who.get("collective") and "rank" in who), None)
+    told = "" if other is None else f"; rank {other['rank']} had called {in_words(other['collective'])}"
+    return (
+        "; Gloo aborts the process of a rank that gives a smaller tensor to a collective operation than another rank: "
+        f"{_SAME}{told}"
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
+
+
+_NO_STACKS = "  no stacks: the process does not answer, or did not stop for long enough\n"
+SILENCE_S = 3.0
+"""A rank without a heartbeat for longer does not answer."""
+_HEAD = ("rank", "host", "step", "what it did", "last collective", "last heartbeat")
+
+
+def what_ranks_did(known: Mapping[int, Mapping[str, Any]]) -> str:
+    """Returns where each rank was, by rank; empty if nothing is known. known: what each task has reported."""
+    if not any(who.get("stack") or who.get("progress") for who in known.values()):
+        return ""
+    tasks = sorted(known, key=lambda task: (known[task].get("rank") is None, known[task].get("rank"), task))
+    rows = [_HEAD, *(_row(known[task], task) for task in tasks)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = "".join("  ".join(map(str.ljust, row, widths)).rstrip() + "\n" for row in rows)
+    stacks = [
+        f"{named(who, task)}{place_in_words(who.get('phase', ''), who.get('step'))}:\n{who.get('stack') or _NO_STACKS}"
+        for task, who in ((task, known[task]) for task in tasks)
+    ]
+    return "\n".join([table, *stacks])
+
+
+def _row(who: Mapping[str, Any], task: int) -> tuple[str, ...]:
+    rank, step, age = who.get("rank"), who.get("step"), who.get("silent_s")
+    number = last_number(who)
+    return (
+        f"task {task}" if rank is None else str(rank), who.get("host", ""), "" if step is None else str(step),
+        _doing(who), "" if number is None else str(number), "" if age is None else f"{age:.1f} s ago",
+    )  # fmt: skip
+
+
+def is_silent(who: Mapping[str, Any]) -> bool:
+    """Whether a task has sent no heartbeat for a while."""
+    return bool(who.get("silent_s", 0.0) > SILENCE_S)
+
+
+def _doing(who: Mapping[str, Any]) -> str:
+    """Returns what a rank did: data, computation or communication."""
+    if is_silent(who):
+        return "no answer"
+    if who.get("is_done") or who.get("is_returned"):
+        return "has returned"
+    files = re.findall(r'File "([^"]+)"', who.get("stack", "").partition("\nThread ")[0])
+    last = who.get("collective")
+    # Only the innermost frame: pipelines and FSDP of torch call the model from there.
+    if (last and last["is_open"]) or "/torch/distributed/" in "".join(files[-1:]):
+        return f"waiting in collective {numbered(last)}" if last else "waiting in a collective operation"
+    phase = who.get("phase", "")
+    if who.get("rank") is None:
+        return "starting"
+    # Without stacks, or where the flight recorder is off, only the number of the last operation is known.
+    other = "computing, or waiting for other ranks" if not last and last_number(who) else "computing"
+    return phase if phase in (READING, SAVING, LOADING) else other
 
 
 def root_cause(
@@ -106,7 +247,7 @@ def _error_of_lost(
     raised: the failures of other tasks.
     """
     who = known.get(task, {})
-    place, peak, crash = _place(who), memory.in_words(memories.get(task)), who.get("crash", "")
+    place, peak, crash = _place(who), rank_state.memory_in_words(memories.get(task)), who.get("crash", "")
     error, why = "", peak
     if crash == PLANNED:
         ended = error = "ended by SIGTERM"
@@ -115,7 +256,7 @@ def _error_of_lost(
         ended = error = f"ended by {_signal_of(crash)}"
         if _signal_of(crash) == "SIGABRT":
             why += aborted_by_gloo(crash, raised)
-    elif memory.killed_by_kernel(task, memories):
+    elif rank_state.killed_by_kernel(task, memories):
         ended = error = "killed by the kernel for want of memory"
         why += "; raise spark.executor.memoryOverhead or the container's limit, lower loader.memory_mib or the batch"
     else:
@@ -125,7 +266,7 @@ def _error_of_lost(
             "from a container that is deleted; see the executor's and the kernel's log"
         )
     return RankError(
-        f"{named(who, task)} was {ended}{in_words(**place)}{why}",
+        f"{named(who, task)} was {ended}{place_in_words(**place)}{why}",
         **_who(who), **place, error=error, rank_traceback=crash,
     )  # fmt: skip
 
@@ -176,7 +317,7 @@ def _error_about(
     who = known.get(tasks[0], {})
     place = _place(who)
     return RankError(
-        f"{_names(tasks, known)} {what}{in_words(**place)}{consequence}",
+        f"{_names(tasks, known)} {what}{place_in_words(**place)}{consequence}",
         **_who(who), **place, stacks=what_ranks_did(known),
     )  # fmt: skip
 
@@ -220,7 +361,7 @@ def _left_early(failure: Mapping[str, Any], known: Mapping[int, Mapping[str, Any
 def _error_of(failure: Mapping[str, Any], more: str = "") -> RankError:
     place = _place(failure)
     return RankError(
-        f"{named(failure, failure['task'])} failed{in_words(**place)}: {failure['error']}{more}",
+        f"{named(failure, failure['task'])} failed{place_in_words(**place)}: {failure['error']}{more}",
         **_who(failure), **place, error=failure["error"],
         is_retryable=failure.get("is_retryable", True),
         rank_traceback=failure.get("traceback") or "", rank_output=failure.get("output") or "",

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from spark_dl.launch.failures.mismatch import different
+from spark_dl.launch.failures.root_cause import different
 from spark_dl.world import World
 
 COMPARED = 64

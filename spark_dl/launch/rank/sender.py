@@ -22,8 +22,8 @@ from multiprocessing import AuthenticationError, connection
 from typing import Any
 
 from spark_dl.channel import CRASH, MAX_FRAME, MEETING_S, Address, connect
-from spark_dl.launch.failures import memory, status
-from spark_dl.launch.failures.collectives import last_collective, progress
+from spark_dl.launch.failures import rank_state
+from spark_dl.launch.failures.rank_state import last_collective, progress
 from spark_dl.launch.rank import sigterm
 from spark_dl.launch.rank.tasks import RankTasks
 
@@ -123,14 +123,16 @@ class Sender:
 
     def _frame(self, event: Mapping[str, Any]) -> bytes | None:
         with contextlib.suppress(TypeError, ValueError):
-            frame = json.dumps({**event, "at": status.now(), "task": self._task, "time": time.time()}).encode()
+            frame = json.dumps(
+                {**event, "at": rank_state.place_now(), "task": self._task, "time": time.time()}
+            ).encode()
             return frame if len(frame) <= MAX_FRAME else None
         return None
 
     def joined(self) -> None:
         """Notes that this rank has joined the others: `start_s` is over."""
         self._stall_s = self._stall_when_joined_s
-        status.enter(status.STARTING)
+        rank_state.enter(rank_state.STARTING)
 
     def flush(self, timeout_s: float = 2.0) -> None:
         """Waits until all queued events are sent, so that they reach the driver even if this process is killed.
@@ -193,12 +195,18 @@ class Sender:
         with contextlib.suppress(queue.Empty):
             return self._queue.get(timeout=max(0.0, self._beat_at + _HEARTBEAT_S - time.monotonic()))
         self._beat_at = time.monotonic()
-        beat = {"kind": "alive", "at": status.now(), "memory": memory.now(), "progress": progress(), "task": self._task}
+        beat = {
+            "kind": "alive",
+            "at": rank_state.place_now(),
+            "memory": rank_state.memory_now(),
+            "progress": progress(),
+            "task": self._task,
+        }
         return json.dumps(beat).encode()
 
     def _stacks_if_stalled(self) -> bytes | None:
         """Returns the stacks once a stall, and an empty text after its end, as they do not hold any more."""
-        since = status.since()
+        since = rank_state.since()
         if self._stalled_since not in (0.0, since):
             self._stalled_since = 0.0
             return self._frame({"kind": "stack", "stack": "", "collective": None})

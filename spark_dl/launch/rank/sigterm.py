@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
-from spark_dl.launch.failures.status import PLANNED
+from spark_dl.launch.failures.rank_state import PLANNED
 
 _log = logging.getLogger("spark_dl")
 _stacks_to: int | None = None

@@ -20,8 +20,8 @@ import pyarrow as pa
 from spark_dl.channel import Address
 from spark_dl.config import Launch
 from spark_dl.launch.code import payload
-from spark_dl.launch.failures import status
-from spark_dl.launch.failures.describe import describe, failed_in_task
+from spark_dl.launch.failures import rank_state
+from spark_dl.launch.failures.errors import describe, failed_in_task
 from spark_dl.launch.rank.children import ended_with_rank, outliving_env
 from spark_dl.launch.rank.environment import RESTARTS, applied, is_clean
 from spark_dl.launch.rank.output import Output, line_buffered
@@ -103,7 +103,7 @@ def rank_task(
         from pyspark import BarrierTaskContext
 
         context = BarrierTaskContext.get()
-        status.reset()
+        rank_state.reset()
         executors = [info.address for info in context.getTaskInfos()]
         tasks = choose(executors, context.partitionId(), launch.num_ranks, attempt.left_out)
         if (task := tasks.own) is None:
@@ -234,7 +234,7 @@ def _reported_exit(sender: Sender, output: Output | None, report: Reporter) -> I
             _close_output(output)
             error = f"the function ended with exit code {code} (os._exit)"
             stack = "".join(traceback.format_stack())
-            about = {**status.now(), **report.about()}
+            about = {**rank_state.place_now(), **report.about()}
             _end_with({**about, "error": error, "traceback": stack, "is_secondary": False}, sender)
         exit_process(code)
 

@@ -14,8 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
 from spark_dl.parallel.exchange import collectives
-from spark_dl.parallel.exchange.compression import Average, Bucket, average_largest, average_thresholded
-from spark_dl.parallel.exchange.powersgd import PowerSgd
+from spark_dl.parallel.exchange.compression import Average, Bucket, PowerSgd, average_largest, average_thresholded
 from spark_dl.parallel.exchange.serial import SerialCollectives
 
 if TYPE_CHECKING:

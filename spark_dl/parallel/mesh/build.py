@@ -13,20 +13,28 @@ from torch import nn
 from spark_dl.config.conflicts import ELEMENTWISE
 from spark_dl.optimization import Optimization, check_elementwise
 from spark_dl.parallel.loss import Inside
-from spark_dl.parallel.mesh.expert_ranks import connect_experts, cut_experts, find_experts
-from spark_dl.parallel.mesh.fsdp import default_units, shard_fully
+from spark_dl.parallel.mesh.flat import default_units, shard_fully
 from spark_dl.parallel.mesh.groups import Groups
-from spark_dl.parallel.mesh.layers import Layer, balance, build_chain, check_cut
-from spark_dl.parallel.mesh.pieces import Layout, of_boxes
+from spark_dl.parallel.mesh.layers import (
+    Layer,
+    balance,
+    build_chain,
+    check_cut,
+    connect_experts,
+    cut_experts,
+    find_experts,
+)
 from spark_dl.parallel.mesh.pipedream import PipeDream
 from spark_dl.parallel.mesh.pipeline import Pipeline
 from spark_dl.parallel.mesh.settings import Mesh
 from spark_dl.parallel.mesh.stage import OtherStage
+from spark_dl.parallel.mesh.state import Layout, of_boxes
 from spark_dl.parallel.mesh.tensor.parallelize import parallelize_tensors
 from spark_dl.parallel.mesh.tensor.plan import resolve_tensor_plan
 from spark_dl.parallel.mesh.tensor.words import COLUMNS, ROWS
-from spark_dl.parallel.replaced import (
+from spark_dl.parallel.modules import (
     check_hooks,
+    check_same_model,
     check_shardable,
     check_unshared,
     marks_of,
@@ -34,7 +42,6 @@ from spark_dl.parallel.replaced import (
     replace_parameters,
     set_marks,
 )
-from spark_dl.parallel.same_model import check_same_model
 from spark_dl.parallel.trainable import build_optimization
 from spark_dl.spec import ModelSpec
 

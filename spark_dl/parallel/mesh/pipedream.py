@@ -22,7 +22,7 @@ from spark_dl.parallel.loss import Count
 from spark_dl.parallel.mesh.layers import Layer
 from spark_dl.parallel.mesh.pipeline import check_pipeline
 from spark_dl.parallel.mesh.stage import Boundary, enter
-from spark_dl.parallel.mesh.stages import Stages, meta_like
+from spark_dl.parallel.mesh.trial import Stages, meta_like
 from spark_dl.spec import Batch, ModelSpec, Output
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from spark_dl.parallel.loss import Count, unused_message
 from spark_dl.parallel.mesh.layers import Layer, Tied
 from spark_dl.parallel.mesh.stage import Boundary, Stage, enter
-from spark_dl.parallel.mesh.stages import Stages
+from spark_dl.parallel.mesh.trial import Stages
 from spark_dl.spec import Batch, ModelSpec, Output
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from benchmarks.exchange import report
 from benchmarks.exchange.answers import answers
 from benchmarks.exchange.conclusions import conclude, with_efficiency
 from benchmarks.exchange.log import Log
-from spark_dl.parallel.cost.cost import Network, cost
-from spark_dl.parallel.cost.work import Exchange
+from spark_dl.parallel.cost.cost import Exchange, Network, cost
 
 RING = Network(alpha_s=2e-4, bytes_per_s=24e6, overhead_s=1e-3)
 TREE = Network(alpha_s=1e-3, bytes_per_s=22e6, gamma_s_per_byte=4e-9, overhead_s=0.08)

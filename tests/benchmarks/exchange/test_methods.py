@@ -5,7 +5,7 @@ import pytest
 from benchmarks.exchange.conclusions import BUCKET_MIB
 from benchmarks.exchange.methods import METHODS, measured_in, settings_of
 from spark_dl import DDP
-from spark_dl.parallel.cost import work
+from spark_dl.parallel.cost import cost
 
 
 def test_the_exact_methods():
@@ -18,7 +18,7 @@ def test_the_exact_methods():
 
 def test_every_method_but_those_that_exchange_no_gradients_is_counted_by_the_cost_model():
     assert {name for name, method in METHODS.items() if not method.counted_as} == {"local_sgd", "stream"}
-    assert {method.counted_as for method in METHODS.values()} - {""} == work.METHODS.keys()
+    assert {method.counted_as for method in METHODS.values()} - {""} == cost.METHODS.keys()
 
 
 def test_buckets_of_the_model_are_those_of_the_settings():

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.parallel import parallel, report, stages
 from benchmarks.parallel.plans import rank_correlation, times_best
-from spark_dl.parallel.mesh.planner.timeline import StageTimes, timeline
+from spark_dl.parallel.mesh.planner.search import StageTimes, timeline
 
 pytest.importorskip("matplotlib", reason="the report needs matplotlib")
 

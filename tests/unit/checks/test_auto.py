@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from spark_dl import Auto, Mesh, ModelSpec
-from spark_dl.checks import auto, probe
+from spark_dl.checks import auto
 from spark_dl.checks.functions import check_functions
 from spark_dl.parallel.cost.cost import Network
 from spark_dl.rundir.checkpoint import Saved, check_same_settings
@@ -146,8 +146,8 @@ def test_a_resumed_run_has_the_mesh_of_its_checkpoint_if_it_has_as_many_ranks(ro
 
 def test_measured_networks_and_those_that_are_set(monkeypatch):
     def probed(*hosts):
-        found = probe.Probed(hosts, Network(1e-5, 1e9, 0.0, 2e-5), Network(1e-3, 1e7) if len(hosts) > 1 else None)
-        monkeypatch.setattr(probe, "probe", lambda *args, **kwargs: found)
+        found = auto.Probed(hosts, Network(1e-5, 1e9, 0.0, 2e-5), Network(1e-3, 1e7) if len(hosts) > 1 else None)
+        monkeypatch.setattr(auto, "probe", lambda *args, **kwargs: found)
 
     probed(2, 2)
     config = config_of(auto={"hosts": None, "rate_mbit": 160.0, "memory_gib": 2.0, "local_latency_ms": None})
@@ -162,10 +162,10 @@ def test_measured_networks_and_those_that_are_set(monkeypatch):
 
 
 def test_the_slowest_rank_counts_and_noise_gives_no_negative_time():
-    points = [[[4, size, 1e-4 + 1.5 * size / 1e9] for size in probe.SIZES] for _ in range(3)]
+    points = [[[4, size, 1e-4 + 1.5 * size / 1e9] for size in auto.SIZES] for _ in range(3)]
     points.append([[4, size, seconds / 2] for _, size, seconds in points[0]])
-    found = probe.fit_slowest(points)
+    found = auto.fit_slowest(points)
     assert found.bytes_per_s == pytest.approx(1e9, rel=1e-3)
     assert found.alpha_s * 6 + found.overhead_s == pytest.approx(1e-4, rel=1e-3)
-    assert probe.fit_slowest([]) is None
-    assert math.isfinite(probe.fit_slowest([[[2, size, 1e-3] for size in probe.SIZES]]).alpha_s)
+    assert auto.fit_slowest([]) is None
+    assert math.isfinite(auto.fit_slowest([[[2, size, 1e-3] for size in auto.SIZES]]).alpha_s)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from spark_dl import ModelSpec
-from spark_dl.checks.dtypes import check_dtypes, check_transform
+from spark_dl.checks.storage import check_dtypes, check_transform
 from spark_dl.data.columns.schema import Column
 from tests.builders.settings import make_config
 

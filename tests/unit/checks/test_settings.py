@@ -6,7 +6,7 @@ from torch import nn
 
 from spark_dl import Config, Train
 from spark_dl.checks.settings import check_settings
-from spark_dl.training.schedule import check_optimization
+from spark_dl.training.optimizer_settings import check_optimization
 from tests.builders.models import MLP, build_mlp
 
 

@@ -2,18 +2,18 @@
 
 import time
 
-from spark_dl.cli import events
+from spark_dl.cli import progress
 
 
 def test_B34_a_function_for_events_that_takes_long_is_named_once(monkeypatch, caplog):
-    monkeypatch.setattr(events, "_LONG_CALL_S", 0.1)
+    monkeypatch.setattr(progress, "_LONG_CALL_S", 0.1)
     seen = []
 
     def slow(event):
         seen.append(event)
         time.sleep(event["s"])
 
-    for function in events.as_functions([slow, seen.append]):
+    for function in progress.as_functions([slow, seen.append]):
         for s in (0.0, 0.2, 0.2):
             function({"kind": "step", "s": s})
     assert [event["s"] for event in seen] == [0.0, 0.2, 0.2] * 2

@@ -3,7 +3,7 @@
 import pytest
 
 from spark_dl import Launch
-from spark_dl.cli.rank_output import follow_logs, lines_of, show_output
+from spark_dl.cli.progress import follow_logs, lines_of, show_output
 
 
 def output(lines, **where):

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from spark_dl.doctor import links
+from spark_dl.doctor import on_rank
 
 SECRET = bytes(range(32))
 
@@ -18,10 +18,10 @@ def test_each_rank_measures_the_rate_to_each_other_one(num_ranks):
         ready, places = threading.Barrier(num_ranks, timeout=20), [("", 0)] * num_ranks
 
         def run(rank):
-            with links.listening("127.0.0.1", SECRET) as port:
+            with on_rank.listening("127.0.0.1", SECRET) as port:
                 places[rank] = ("127.0.0.1", port)
                 ready.wait()
-                found = links.measure(rank, places, SECRET)
+                found = on_rank.measure(rank, places, SECRET)
                 ready.wait()
                 return found
 
@@ -35,7 +35,7 @@ def test_each_rank_measures_the_rate_to_each_other_one(num_ranks):
 def test_B38_a_rank_that_cannot_be_reached_is_named_with_the_reason():
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        ((_, own), (rate, why)) = links.measure(0, [("127.0.0.1", 1), closed.getsockname()], SECRET)
+        ((_, own), (rate, why)) = on_rank.measure(0, [("127.0.0.1", 1), closed.getsockname()], SECRET)
     assert (own, rate) == ("", None)
     assert "refused" in why
 
@@ -43,15 +43,15 @@ def test_B38_a_rank_that_cannot_be_reached_is_named_with_the_reason():
 def test_B38_a_link_that_was_slow_for_a_moment_is_measured_again_and_one_that_is_slow_stays_slow(monkeypatch):
     places = [("a", 0), ("b", 1), ("c", 2), ("d", 3), ("a", 4)]
     rates = {1: [100.0], 2: [10.0, 20.0, 90.0], 3: [10.0, 11.0, 9.0], 4: [1000.0]}  # 4 is on the own host
-    monkeypatch.setattr(links, "_rate", lambda address, port, secret: rates[port].pop(0))
-    assert links.measure(0, places, SECRET) == [(None, ""), (100.0, ""), (90.0, ""), (11.0, ""), (1000.0, "")]
+    monkeypatch.setattr(on_rank, "_rate", lambda address, port, secret: rates[port].pop(0))
+    assert on_rank.measure(0, places, SECRET) == [(None, ""), (100.0, ""), (90.0, ""), (11.0, ""), (1000.0, "")]
     assert not any(rates.values())
 
 
 @pytest.mark.parametrize("sent", [b"", b"short", bytes(32), b"x" * 100_000])
 def test_S17_a_client_without_the_secret_gets_nothing(sent, monkeypatch):
-    monkeypatch.setattr(links, "CONNECT_S", 0.5)
-    with links.listening("127.0.0.1", SECRET) as port, socket.create_connection(("127.0.0.1", port), 5) as client:
+    monkeypatch.setattr(on_rank, "CONNECT_S", 0.5)
+    with on_rank.listening("127.0.0.1", SECRET) as port, socket.create_connection(("127.0.0.1", port), 5) as client:
         start = time.monotonic()
         try:
             client.sendall(sent)

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from spark_dl import DDP, Config, Launch, Mesh
-from spark_dl.launch import elastic, preflight
+from spark_dl.launch import preflight
 from spark_dl.launch.calls import launch_settings
-from spark_dl.launch.elastic import MoreSlotsError, check_growth, fit_ranks
+from spark_dl.launch.supervise import MoreSlotsError, check_growth, fit_ranks
 from spark_dl.trials.checks import check_cluster
 from tests.builders.models import small_config
 
@@ -15,7 +15,7 @@ from tests.builders.models import small_config
 @pytest.fixture
 def slots(monkeypatch):
     """Sets the numbers of slots that the cluster has, one after another; the last one stays."""
-    monkeypatch.setattr(elastic.resources, "build_profile", lambda spark, launch: None)
+    monkeypatch.setattr(preflight, "build_profile", lambda spark, launch: None)
 
     def have(*numbers):
         left = list(numbers)

@@ -7,8 +7,7 @@ import types
 import pytest
 
 from spark_dl import Launch
-from spark_dl.launch.barrier import _Watch
-from spark_dl.launch.rank_job import RankJob
+from spark_dl.launch.barrier import RankJob, _Watch
 
 
 class Session:

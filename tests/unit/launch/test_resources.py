@@ -6,7 +6,7 @@ import re
 import pytest
 
 from spark_dl import Launch
-from spark_dl.launch.resources import Session, amount_of_profile, read_session, with_all_gpus
+from spark_dl.launch.preflight import Session, amount_of_profile, read_session, with_all_gpus
 
 STANDALONE = "spark://host:7077"
 

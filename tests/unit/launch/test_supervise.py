@@ -10,7 +10,7 @@ from pyspark.errors import AnalysisException
 
 from spark_dl import Launch, RankError
 from spark_dl.launch import supervise
-from spark_dl.launch.failures.describe import describe, is_retryable
+from spark_dl.launch.failures.errors import describe, is_retryable
 from spark_dl.launch.supervise import backoff_s, failing_hosts, reason_to_stop, run_attempts
 from spark_dl.rundir.saving import BadStateError, NotWrittenError
 from spark_dl.training.finite import NotFiniteTrainingError

@@ -17,7 +17,7 @@ import pytest
 
 from spark_dl.channel import Address, connect
 from spark_dl.launch import watch
-from spark_dl.launch.failures import status
+from spark_dl.launch.failures import rank_state
 from spark_dl.launch.rank import sender as sender_module
 from spark_dl.launch.rank.sender import Reporter, Sender
 from spark_dl.launch.watch import Listener
@@ -393,10 +393,10 @@ def test_a_question_without_an_answer_ends_in_bounded_time_and_one_without_a_dri
 
 def test_a_rank_without_progress_sends_its_stacks_once(listener, monkeypatch):
     monkeypatch.setattr(sender_module, "_HEARTBEAT_S", 0.05)
-    status.reset()
+    rank_state.reset()
     sender = Sender(listener.address, 1, stall_s=0.3)
     for step in (4, 5):
-        status.enter(status.TRAINING, step)
+        rank_state.enter(rank_state.TRAINING, step)
         if step > 4:  # those of the step before do not hold any more
             event = listener.events.get(timeout=WAIT_S)
             assert (event["kind"], event["stack"]) == ("stack", "")
@@ -413,7 +413,7 @@ def test_a_rank_without_progress_sends_its_stacks_once(listener, monkeypatch):
 
 def test_a_rank_that_has_not_joined_sends_its_stacks_earlier(listener, monkeypatch):
     monkeypatch.setattr(sender_module, "_HEARTBEAT_S", 0.05)
-    status.reset()
+    rank_state.reset()
     sender = Sender(listener.address, 1, stall_s=60, start_s=0.2)
     assert "Thread MainThread:" in listener.events.get(timeout=WAIT_S)["stack"]
     sender.joined()
@@ -424,7 +424,7 @@ def test_a_rank_that_has_not_joined_sends_its_stacks_earlier(listener, monkeypat
 
 
 def test_the_final_event_of_a_rank_comes_after_its_stacks(listener):
-    status.reset()
+    rank_state.reset()
     sender = Sender(listener.address, 1, stall_s=0.2)
     sender.send({"kind": "started"})
     sender.flush()
@@ -482,11 +482,11 @@ def test_a_rank_with_progress_sends_none(listener, monkeypatch):
     monkeypatch.setattr(sender_module, "_HEARTBEAT_S", 0.05)
     sender = Sender(listener.address, 1, stall_s=0.5)
     for step in range(20):
-        status.enter(status.TRAINING, step)
+        rank_state.enter(rank_state.TRAINING, step)
         time.sleep(0.05)
     assert listener.events.empty()
     sender.close()
-    status.reset()
+    rank_state.reset()
 
 
 @pytest.mark.sampled(2)
@@ -572,7 +572,7 @@ def test_F10_a_rank_that_ends_as_planned_says_so_in_place_of_its_stacks(listener
     )
     assert run_as_rank(listener, code) == -signal.SIGTERM
     (event,) = take(listener, 1)
-    assert (event["kind"], event["task"], event["text"]) == ("crash", 5, status.PLANNED)
+    assert (event["kind"], event["task"], event["text"]) == ("crash", 5, rank_state.PLANNED)
 
 
 def test_F05_a_sender_tells_that_the_driver_is_lost_and_not_that_it_was_closed(listener):

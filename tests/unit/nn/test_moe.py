@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from spark_dl.nn import FeedForward, MoE
-from spark_dl.nn.feed_forward import grouped_matmul
-from spark_dl.nn.moe import add_auxiliary_losses, note_rows
+from spark_dl.nn.moe import add_auxiliary_losses, grouped_matmul, note_rows
 
 
 def build(width=8, num_experts=4, **options):

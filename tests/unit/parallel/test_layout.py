@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from spark_dl import DDP
-from spark_dl.parallel.layout import apply_layout, to_device
+from spark_dl.parallel.modules import apply_layout, to_device
 from tests.builders.models import small_config
 
 BATCH = {

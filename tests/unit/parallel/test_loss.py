@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from spark_dl import Config, Data, ModelSpec, Train
-from spark_dl.launch.failures.describe import is_retryable
+from spark_dl.launch.failures.errors import is_retryable
 from spark_dl.nn import MoE
 from spark_dl.parallel.loss import true_rows, weighted_loss_sum
 from spark_dl.parallel.trainable import add_gradients

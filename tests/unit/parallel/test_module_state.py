@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from spark_dl.parallel.module_state import ModuleState, module_state_kept
+from spark_dl.parallel.modules import ModuleState, module_state_kept
 
 
 class Counting(nn.Module):

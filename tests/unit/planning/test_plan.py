@@ -5,8 +5,8 @@ import pytest
 
 import spark_dl
 from jobs import plan as job
-from spark_dl.parallel.mesh.planner.timeline import FORWARD, end_s
-from spark_dl.planning.figures import passes_of
+from spark_dl.parallel.mesh.planner.search import FORWARD, end_s
+from spark_dl.planning.page import passes_of
 
 BLOCK = {
     "name": "block", "repeat": 8, "forward_s": {"per_row": 0.01}, "backward_s": {"per_row": 0.02},

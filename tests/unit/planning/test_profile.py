@@ -3,7 +3,7 @@ import json
 import pytest
 
 from spark_dl.parallel.mesh.planner.records import Layer, Seconds
-from spark_dl.planning.profile import read_profile
+from spark_dl.planning.plan import read_profile
 
 LAYER = {
     "name": "embed", "forward_s": {"per_row": 0.25}, "backward_s": {"fixed": 1, "per_row": 0.5},

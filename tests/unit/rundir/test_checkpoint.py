@@ -18,9 +18,9 @@ import torch
 from spark_dl import Checkpoint, Config, Data, Launch, Loader, Train, storage
 from spark_dl.config.load import build_config
 from spark_dl.data.columns.schema import Column
-from spark_dl.launch.failures.describe import is_retryable
+from spark_dl.launch.failures.errors import is_retryable
 from spark_dl.launch.rank.rendezvous import join
-from spark_dl.rundir import attempt, checkpoint, checkpoint_files, rank_files, saving
+from spark_dl.rundir import checkpoint, checkpoint_files, run_folder, saving
 from spark_dl.rundir.checkpoint_files import NotLoadedError
 from spark_dl.rundir.generations import read_generation
 
@@ -407,7 +407,7 @@ def test_what_an_older_attempt_saves_while_another_begins_is_gone_on_from(tmp_pa
         return start(run_dir, **options)
 
     monkeypatch.setattr(checkpoint, "start_generation", save_and_start)
-    generation, saved = attempt.begin_attempt(str(tmp_path), Config(), resume=True, overwrite=False)
+    generation, saved = run_folder.begin_attempt(str(tmp_path), Config(), resume=True, overwrite=False)
     assert (generation, saved.step) == (2, 2)
 
 
@@ -415,7 +415,7 @@ def test_what_may_not_begin_leaves_an_attempt_that_runs_alone(tmp_path):
     handmade(tmp_path, 1)
     for how, message in (({"resume": False}, "already has checkpoints"), ({"resume": True}, "other settings")):
         with pytest.raises(ValueError, match=message):
-            attempt.begin_attempt(str(tmp_path), Config(train=Train(lr=9.0)), **how, overwrite=False)
+            run_folder.begin_attempt(str(tmp_path), Config(train=Train(lr=9.0)), **how, overwrite=False)
     assert read_generation(str(tmp_path)) == 0
 
 
@@ -425,7 +425,7 @@ def test_a_checkpoint_to_resume_from_that_is_not_there_is_an_error_that_lists_th
 
     def resume():
         with pytest.raises(ValueError, match=r"^resume: no checkpoint at /.*; expected the path or URL of a") as found:
-            attempt.begin_attempt(run_dir, Config(), resume=wrong.format(run_dir=run_dir), overwrite=False)
+            run_folder.begin_attempt(run_dir, Config(), resume=wrong.format(run_dir=run_dir), overwrite=False)
         return str(found.value).partition("; ")[2]
 
     assert resume() == f"expected the path or URL of a checkpoint, and {run_dir} has none"
@@ -465,10 +465,10 @@ def test_what_only_some_ranks_have_is_the_mean_of_theirs(tmp_path):
     """As the state of Adam where a rank never used an expert."""
     used = [{0: {"step": torch.tensor(8.0)}, 1: {"step": torch.tensor(float(n)), "seen": n}} for n in (4, 6)]
     saved = of_ranks(tmp_path, {"state": used[0]}, {"state": used[1]}, {"state": {0: {"step": torch.tensor(2.0)}}})
-    assert rank_files.load_rank_state(saved, 1, 2) == {
+    assert saving.load_rank_state(saved, 1, 2) == {
         "state": {0: {"step": torch.tensor(6.0)}, 1: {"step": torch.tensor(5.0), "seen": 4}}
     }
-    assert rank_files.load_rank_state(saved, 2, 3) == {"state": {0: {"step": torch.tensor(2.0)}}}
+    assert saving.load_rank_state(saved, 2, 3) == {"state": {0: {"step": torch.tensor(2.0)}}}
 
 
 BASE = {"global_batch_size": 64, "lr": 0.1}
@@ -518,7 +518,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path, group):
     saved = checkpoint.open_checkpoint(save(tmp_path))
     expected = draw()
     draw()
-    assert rank_files.restore_random_state(saved, 0, 1, Config())
+    assert saving.restore_random_state(saved, 0, 1, Config())
     assert draw() == expected
 
 
@@ -527,6 +527,6 @@ def test_random_numbers_of_another_number_of_ranks_are_left_alone(tmp_path, grou
     before = torch.get_rng_state()
     torch.rand(1)
     now = torch.get_rng_state()
-    assert not rank_files.restore_random_state(saved, 0, 2, Config())
+    assert not saving.restore_random_state(saved, 0, 2, Config())
     assert torch.equal(torch.get_rng_state(), now)
     assert not torch.equal(before, now)

@@ -10,7 +10,7 @@ import torch
 
 from spark_dl import Checkpoint, Config, ModelSpec, Train
 from spark_dl.evaluate import load_model
-from spark_dl.rundir import attempt, checkpoint, checkpoint_files, generations
+from spark_dl.rundir import checkpoint, checkpoint_files, generations, run_folder
 from tests.builders.models import build_mlp
 from tests.unit.rundir.test_checkpoint import group as group
 from tests.unit.rundir.test_checkpoint import save, steps
@@ -52,7 +52,7 @@ WEIGHTS = {"0": build_mlp().state_dict()}
 
 
 def begin(run_dir, config=None):
-    return attempt.begin_attempt(str(run_dir), config or Config(), resume=True, overwrite=False)
+    return run_folder.begin_attempt(str(run_dir), config or Config(), resume=True, overwrite=False)
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_none_valid_is_an_error_that_lists_each_with_its_cause(run_dir):
         for bad in (path_of(run_dir, 1, "model.pt"), path_of(run_dir, 2, "MANIFEST.json")):
             assert f"{bad} is damaged: " in str(caught.value)
     with pytest.raises(ValueError, match=r"already has checkpoints \(the last one of step 2\)"):
-        attempt.begin_attempt(str(run_dir), Config(), resume=False, overwrite=False)
+        run_folder.begin_attempt(str(run_dir), Config(), resume=False, overwrite=False)
     assert generations.read_generation(str(run_dir)) == 1
 
 

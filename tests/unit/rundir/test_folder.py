@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from spark_dl import Config, Data, Launch, storage
-from spark_dl.cli.rank_output import with_log_dir
+from spark_dl.cli.progress import with_log_dir
 from spark_dl.data.store import store
 from spark_dl.data.write.arrays import write_arrays
-from spark_dl.rundir import attempt, checkpoint, generations, metrics
-from spark_dl.rundir.folder import check_folder, delete_run, trial_dir
+from spark_dl.rundir import checkpoint, generations, metrics, run_folder
+from spark_dl.rundir.run_folder import check_folder, delete_run, trial_dir
 from spark_dl.track.plots import plot_loss
 from tests.unit.rundir.test_checkpoint import handmade
 
@@ -64,7 +64,7 @@ def files(folder):
 
 
 def begin(run_dir, config=None, **how):
-    return attempt.begin_attempt(str(run_dir), config or Config(), **{"resume": False, "overwrite": True, **how})
+    return run_folder.begin_attempt(str(run_dir), config or Config(), **{"resume": False, "overwrite": True, **how})
 
 
 @pytest.mark.parametrize("how", [{"overwrite": True}, {"overwrite": False}, {"overwrite": False, "resume": True}])
@@ -189,10 +189,10 @@ def test_S13_a_run_that_begins_follows_no_planted_link(tmp_path, name):
     (tmp_path / "run" / name).symlink_to(target)
     before = files(tmp_path / "victim")
     with pytest.raises(ValueError, match=f"{name}.*(nothing was changed|use another run_dir)"):
-        attempt.begin_attempt(str(tmp_path / "run"), Config(), resume=False, overwrite=False)
+        run_folder.begin_attempt(str(tmp_path / "run"), Config(), resume=False, overwrite=False)
     assert files(tmp_path / "victim") == before
     (tmp_path / "run" / name).unlink()
-    assert attempt.begin_attempt(str(tmp_path / "run"), Config(), resume=False, overwrite=False) == (1, None)
+    assert run_folder.begin_attempt(str(tmp_path / "run"), Config(), resume=False, overwrite=False) == (1, None)
 
 
 PLANTED = ("checkpoints", OURS[0], "shards", "shards/train", "environment", "logs", "tensorboard", "profile",
@@ -212,7 +212,7 @@ def test_S13_a_resume_follows_no_link_below_the_run_folder(tmp_path, name):
     (run_dir / name).symlink_to(tmp_path / "victim" / name)
     before = files(tmp_path / "victim")
     with pytest.raises(ValueError, match=rf"^{run_dir}/{name} is a symbolic link to {tmp_path}/victim/{name}, exp"):
-        attempt.begin_attempt(str(run_dir), Config(), resume=True, overwrite=False)
+        run_folder.begin_attempt(str(run_dir), Config(), resume=True, overwrite=False)
     assert files(tmp_path / "victim") == before
     assert not (run_dir / "generations/000002").exists()
 

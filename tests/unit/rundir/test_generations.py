@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spark_dl.rundir import generations
-from spark_dl.rundir.exclusive import create_exclusively
+from spark_dl.rundir.generations import create_exclusively
 
 TIMES = 50
 TAKE = """

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from spark_dl.rundir.plain import plain_state
+from spark_dl.rundir.checkpoint_files import plain_state
 
 Place = namedtuple("Place", "row column")
 Level = enum.IntEnum("Level", "LOW HIGH")

@@ -12,7 +12,7 @@ import torch
 
 from spark_dl import Checkpoint, Config, Data, ModelSpec, Train
 from spark_dl.prepare import next_attempt, prepare_run
-from spark_dl.rundir import attempt, checkpoint, checkpoint_files, signing
+from spark_dl.rundir import checkpoint, checkpoint_files, run_folder, signing
 from spark_dl.training import initial
 from tests.builders.datasets import write_dataset
 from tests.unit.rundir.test_checkpoint import group as group
@@ -109,7 +109,7 @@ def test_S04_the_checkpoint_of_another_key_is_refused_on_resume(tmp_path, group,
     other.write_bytes(b"another key, of 32 bytes or more than that")
     config = Config(checkpoint=Checkpoint(signing_key_file=str(other)))
     with pytest.raises(ValueError, match=r"no valid checkpoint: .*its signature is not of the key in .*other") as found:
-        attempt.begin_attempt(str(tmp_path), config, resume=True, overwrite=False)
+        run_folder.begin_attempt(str(tmp_path), config, resume=True, overwrite=False)
     assert "set checkpoint.signing_key_file to the key that signed it" in str(found.value)
     assert not {"damaged", "overwrite", "restore"} & set(re.findall(r"\w+", str(found.value)))
     assert steps(tmp_path) == [1]  # it is still there
@@ -135,13 +135,15 @@ def test_S04_a_signed_checkpoint_of_another_run_is_refused_in_place_of_this_run_
         checkpoint.find(bad, key_file=key_file)
     config = Config(checkpoint=Checkpoint(signing_key_file=key_file))
     for resume in (True, swapped[0]):
-        assert attempt.begin_attempt(str(tmp_path / "A"), config, resume=resume, overwrite=False)[1].url == swapped[0]
+        assert (
+            run_folder.begin_attempt(str(tmp_path / "A"), config, resume=resume, overwrite=False)[1].url == swapped[0]
+        )
     assert f"newer ones cannot be used: {bad}/MANIFEST.json: it was signed for the run" in caplog.text
     with pytest.raises(ValueError, match="it was signed for the run"):
-        attempt.begin_attempt(str(tmp_path / "A"), config, resume=bad, overwrite=False)
+        run_folder.begin_attempt(str(tmp_path / "A"), config, resume=bad, overwrite=False)
     strict = Config(checkpoint=Checkpoint(signing_key_file=key_file, strict=True))
     with pytest.raises(ValueError, match=r"checkpoint\.strict: .*it was signed for the run"):
-        attempt.begin_attempt(str(tmp_path / "A"), strict, resume=True, overwrite=False)
+        run_folder.begin_attempt(str(tmp_path / "A"), strict, resume=True, overwrite=False)
     assert checkpoint.find(bad).step == 2  # without a key, it is a checkpoint
 
 
@@ -149,7 +151,7 @@ def test_a_run_keeps_its_id_in_each_attempt_and_where_it_is_copied_or_moved(tmp_
     config = Config(checkpoint=Checkpoint(signing_key_file=key_file))
     generation = checkpoint.start_generation(str(tmp_path / "A"))
     signed(tmp_path / "A", key_file, 1, generation)
-    generation, _ = attempt.begin_attempt(str(tmp_path / "A"), config, resume=True, overwrite=False)
+    generation, _ = run_folder.begin_attempt(str(tmp_path / "A"), config, resume=True, overwrite=False)
     url = signed(tmp_path / "A", key_file, 2, generation)
     (tmp_path / "A/generations/000001").write_text("damaged")
     assert checkpoint.find(url, key_file=key_file).step == 2
@@ -158,7 +160,7 @@ def test_a_run_keeps_its_id_in_each_attempt_and_where_it_is_copied_or_moved(tmp_
     shutil.copytree(url, tmp_path / "best")
     for copied in ("moved", "only"):
         for _ in range(2):
-            begun = attempt.begin_attempt(str(tmp_path / copied), config, resume=True, overwrite=False)
+            begun = run_folder.begin_attempt(str(tmp_path / copied), config, resume=True, overwrite=False)
             assert begun[1].step == 2
     assert checkpoint.find(tmp_path / "best", key_file=key_file).step == 2
 
@@ -168,9 +170,9 @@ def test_an_unsigned_run_is_resumed_without_the_key_and_says_so_with_it(tmp_path
     config = Config(checkpoint=Checkpoint(signing_key_file=key_file))
     for resume in (True, url):
         with pytest.raises(ValueError, match=r"MANIFEST\.json: it has no signature, .*begun without a key is") as found:
-            attempt.begin_attempt(str(tmp_path), config, resume=resume, overwrite=False)
+            run_folder.begin_attempt(str(tmp_path), config, resume=resume, overwrite=False)
         assert not {"damaged", "overwrite", "restore"} & set(re.findall(r"\w+", str(found.value)))
-        assert attempt.begin_attempt(str(tmp_path), Config(), resume=resume, overwrite=False)[1].step == 1
+        assert run_folder.begin_attempt(str(tmp_path), Config(), resume=resume, overwrite=False)[1].step == 1
 
 
 SPEC = ModelSpec(build=lambda: torch.nn.Linear(2, 1))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from spark_dl.rundir.weights import load_into
+from spark_dl.rundir.checkpoint import load_into
 
 
 class Tied(nn.Module):

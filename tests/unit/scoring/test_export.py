@@ -7,7 +7,7 @@ import torch
 from spark_dl import Checkpoint, Config, Launch, export, save_model
 from spark_dl.launch.rank.rendezvous import join
 from spark_dl.rundir import checkpoint, saving
-from spark_dl.rundir.exclusive import create_exclusively
+from spark_dl.rundir.generations import create_exclusively
 from spark_dl.scoring.scorer import scorer_of
 from tests.builders.models import MLP, build_mlp, same_bits
 

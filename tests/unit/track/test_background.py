@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from spark_dl.track import background
-from spark_dl.track.background import Background
+from spark_dl.track import events
+from spark_dl.track.events import Background
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(background, "INTERVAL_S", 0.01)
-    monkeypatch.setattr(background, "_LONGEST_PAUSE_S", 0.02)
+    monkeypatch.setattr(events, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(events, "_LONGEST_PAUSE_S", 0.02)
 
 
 class Written:
@@ -40,17 +40,17 @@ def opened(written):
     return Background("Tracker", written.write, written.end)
 
 
-def events(count):
+def numbered(count):
     return [{"kind": "step", "step": i} for i in range(count)]
 
 
 def test_events_are_written_in_their_order_and_then_the_end():
     written = Written()
     thread = opened(written)
-    for event in events(1_200):
+    for event in numbered(1_200):
         thread.put(event)
     thread.close("FINISHED")
-    assert written.events == events(1_200)
+    assert written.events == numbered(1_200)
     assert written.ends == [("FINISHED", 1_200)]
 
 
@@ -58,11 +58,11 @@ def test_B34_what_fails_is_written_later_after_one_warning(caplog):
     written = Written(failures=4)
     thread = opened(written)
     with caplog.at_level(logging.INFO, "spark_dl"):
-        for event in events(3):
+        for event in numbered(3):
             thread.put(event)
         wait_until(lambda: written.events)
         thread.close("FINISHED")
-    assert written.events == events(3)
+    assert written.events == numbered(3)
     assert [record.getMessage() for record in caplog.records] == [
         "Tracker: server away; training continues, and the metrics are sent later", "Tracker: works again",
     ]  # fmt: skip
@@ -71,7 +71,7 @@ def test_B34_what_fails_is_written_later_after_one_warning(caplog):
 def test_what_cannot_be_written_at_the_end_is_counted_and_the_end_is_left_out(caplog):
     written = Written(failures=10_000)
     thread = opened(written)
-    for event in events(3):
+    for event in numbered(3):
         thread.put(event)
     thread.close("FINISHED")
     assert written.ends == []
@@ -83,9 +83,9 @@ def test_B34_neither_an_event_nor_the_end_waits_for_a_tracker_that_hangs(caplog)
     written.gate.clear()
     thread = opened(written)
     start = time.monotonic()
-    thread.put(events(1)[0])
+    thread.put(numbered(1)[0])
     wait_until(lambda: written.calls)
-    for event in events(10_000):
+    for event in numbered(10_000):
         thread.put(event)
     assert not thread.drain(0.1)
     thread.close("FINISHED", timeout_s=0.2)
@@ -98,30 +98,30 @@ def test_B34_neither_an_event_nor_the_end_waits_for_a_tracker_that_hangs(caplog)
 
 
 def test_the_oldest_events_are_dropped_when_there_are_too_many(monkeypatch, caplog):
-    monkeypatch.setattr(background, "_MAX_EVENTS", 5)
+    monkeypatch.setattr(events, "_MAX_EVENTS", 5)
     written = Written(failures=2)
     written.gate.clear()
     thread = opened(written)
     thread.put({"kind": "step", "step": -1})
     wait_until(lambda: written.calls)
-    for event in events(8):
+    for event in numbered(8):
         thread.put(event)
     written.gate.set()
     wait_until(lambda: written.events)
     thread.close("FINISHED")
-    assert written.events == events(8)[3:]
+    assert written.events == numbered(8)[3:]
     assert caplog.messages[-1] == "Tracker: 4 event(s) of the run were not written; metrics.jsonl has them"
 
 
 def test_drain_waits_until_all_is_written_and_gives_up_at_a_failure():
     written = Written()
     thread = opened(written)
-    for event in events(600):
+    for event in numbered(600):
         thread.put(event)
     assert thread.drain()
     assert len(written.events) == 600
     written.failures = 10_000
-    thread.put(events(1)[0])
+    thread.put(numbered(1)[0])
     assert not thread.drain()
     written.failures = 0
     thread.close("FAILED")

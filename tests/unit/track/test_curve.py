@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from spark_dl.track.curve import MAX_POINTS, Line, Points, draw
+from spark_dl.track.notebook import MAX_POINTS, Line, Points, draw
 
 
 def points(values, weight=1.0):

@@ -13,7 +13,7 @@ import yaml
 import spark_dl
 from spark_dl.config.load import build_config
 from spark_dl.rundir import generations
-from spark_dl.track.report_figures import MOST_POINTS, thin_out
+from spark_dl.track.report import MOST_POINTS, thin_out
 from tests.builders.run_folders import CONFIG, LINES, OLD, RANKS, START, epoch, make_run, saved, step
 
 pytest.importorskip("matplotlib", reason="the report needs matplotlib")

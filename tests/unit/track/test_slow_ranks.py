@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from spark_dl.track.slow_ranks import INTERVALS, SlowRanks
+from spark_dl.track.time_split import INTERVALS, SlowRanks
 from tests.builders.run_folders import times_line
 
 

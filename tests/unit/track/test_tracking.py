@@ -21,7 +21,7 @@ from spark_dl.data.columns.schema import Column
 from spark_dl.evaluate import load_model
 from spark_dl.rundir import checkpoint
 from spark_dl.storage.credentials import without_secrets
-from spark_dl.track import mlflow_model, mlflow_server, tracking
+from spark_dl.track import mlflow_model, mlflow_run, tracking
 from tests.builders.datasets import write_dataset
 from tests.builders.models import MLP, small_config
 from tests.ranks.runs import cut_at, make_run
@@ -415,7 +415,7 @@ def test_S09_a_password_is_never_shown_nor_taken_from_the_settings(uri, shown):
     ) as e:
         Track(mlflow=True, mlflow_tracking_uri=uri)
     assert "MA" not in str(e.value)
-    with pytest.raises(RuntimeError, match="cannot use MLflow at") as e, mlflow_server.explained(uri):
+    with pytest.raises(RuntimeError, match="cannot use MLflow at") as e, mlflow_run.explained(uri):
         raise OSError(f"no route to {uri}, with {urllib.parse.unquote(uri)}")
     assert "MA" not in str(e.value)
 

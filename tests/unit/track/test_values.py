@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from spark_dl import Config, Train
-from spark_dl.track.values import as_key, as_value, flatten, metrics_of, name_of
+from spark_dl.track.events import as_key, as_value, flatten, metrics_of, name_of
 
 STEP = {"kind": "step", "epoch": 0, "step": 10, "steps": 90, "loss": 0.5, "lr": 0.1, "rows_per_s": 99.0, "data_s": 0.2,
         "seconds": 1.0, "time": 5.0, "task": 0, "rank": 0, "host": "h", "pid": 3}  # fmt: skip

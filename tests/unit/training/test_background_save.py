@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from spark_dl.training.background_save import BackgroundSave, StateCopy
+from spark_dl.training.state import BackgroundSave, StateCopy
 
 
 def test_the_copy_does_not_change_with_the_state():

@@ -7,7 +7,7 @@ from torchmetrics.classification import BinaryAUROC
 from torchmetrics.regression import MeanSquaredError
 
 from spark_dl import Config, Data, ModelSpec, Train
-from spark_dl.training.early_stop import better, with_mode
+from spark_dl.training.row_metrics import better, with_mode
 
 CLASSES = {
     "acc": {"class": "MulticlassAccuracy", "num_classes": 3},

@@ -9,7 +9,7 @@ from torch import nn
 
 from spark_dl import Mesh, ParameterServer, Single
 from spark_dl.nn import MoE
-from spark_dl.training.experts import ExpertBalance
+from spark_dl.training.checks import ExpertBalance
 from spark_dl.world import World
 from tests.builders.settings import make_config, parallel
 

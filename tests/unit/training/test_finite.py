@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from spark_dl import Train
-from spark_dl.training import early_stop
+from spark_dl.training import row_metrics
 from spark_dl.training.finite import (
     GRADIENT,
     LOSS,
@@ -143,7 +143,7 @@ def decide(values, **train):
     settings = Train(early_stop_metric="loss", early_stop_patience=2, **train)
     progress = Progress()
     for value in values:
-        early_stop.decide(progress, settings, {"loss": value}, CPU)
+        row_metrics.decide(progress, settings, {"loss": value}, CPU)
     return progress
 
 
@@ -159,7 +159,7 @@ def test_nan_counts_as_no_gain(mode):
 def test_nan_that_an_older_version_took_for_the_best_is_forgotten():
     progress = Progress(best=math.nan, epochs_without_gain=1)
     train = Train(early_stop_metric="loss", early_stop_mode="min", early_stop_patience=2)
-    early_stop.decide(progress, train, {"loss": 5.0}, CPU)
+    row_metrics.decide(progress, train, {"loss": 5.0}, CPU)
     assert (progress.best, progress.stopped_early) == (5.0, False)
 
 
@@ -187,7 +187,7 @@ def test_a_metric_of_several_values_is_an_error_that_names_the_setting():
 def test_metrics_of_several_values_are_found_on_made_up_rows(args, scalar):
     metric = build_metric("m", args, "label").metric
     if scalar:
-        early_stop.check_scalar("m", metric)
+        row_metrics.check_scalar("m", metric)
     else:
         with pytest.raises(ValueError, match=r"train.early_stop_metric: .*'m' with values"):
-            early_stop.check_scalar("m", metric)
+            row_metrics.check_scalar("m", metric)

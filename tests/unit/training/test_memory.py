@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spark_dl.training.memory import out_of_memory_explained
+from spark_dl.training.checks import out_of_memory_explained
 from spark_dl.world import World
 from tests.builders.models import small_config
 

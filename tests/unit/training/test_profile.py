@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spark_dl import worker
-from spark_dl.training.profile import build_profile
+from spark_dl.training.step_times import build_profile
 from tests.builders.models import small_config
 from tests.ranks.runs import make_run
 

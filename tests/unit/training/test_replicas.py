@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from spark_dl.training.replicas import Drift, find_drift, fingerprint
+from spark_dl.training.checks import Drift, find_drift, fingerprint
 
 A, B = ("a", ""), ("b", "")
 

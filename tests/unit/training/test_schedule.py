@@ -9,9 +9,8 @@ from torch.optim import lr_scheduler
 
 from spark_dl import Config, Launch, ParameterServer, Train
 from spark_dl.parallel.trainable import build_optimizer, lr_factor
-from spark_dl.rundir.plain import plain_state
-from spark_dl.training.optimizer_settings import OptimizerSettings
-from spark_dl.training.schedule import Schedule
+from spark_dl.rundir.checkpoint_files import plain_state
+from spark_dl.training.optimizer_settings import OptimizerSettings, Schedule
 
 
 def build(lr=0.1, groups=1, **train):

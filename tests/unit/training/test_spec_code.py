@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from spark_dl import ModelSpec
-from spark_dl.training.spec_code import code_of, warn_of_changes
+from spark_dl.training.initial import code_of, warn_of_changes
 from tests.builders.models import MLP, build_mlp
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from spark_dl.launch.failures.errors import RankError
 from spark_dl.trials.hand_out import HandOut
-from spark_dl.trials.order import Order
+from spark_dl.trials.rank import Order
 from tests.builders.settings import make_config
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from spark_dl import DDP, LocalSGD, ModelSpec
-from spark_dl.trials.order import spec_of, split_values
+from spark_dl.trials.rank import spec_of, split_values
 from tests.builders.models import MLP, build_mlp
 from tests.builders.settings import make_config
 

@@ -13,7 +13,7 @@ from optuna.trial import TrialState
 from spark_dl import TuneResult
 from spark_dl.rundir import generations
 from spark_dl.spec import Run
-from spark_dl.trials.order import split_values
+from spark_dl.trials.rank import split_values
 from spark_dl.trials.study import Goal, StudyTrials, best_value, direction_of, results_of, take_up
 from tests.builders.models import MLP
 from tests.builders.settings import make_config

@@ -10,7 +10,7 @@ from spark_dl.config.conflicts import ELEMENTWISE, Conflict
 from spark_dl.config.fields import may_change, named_settings
 from spark_dl.config.parallel import Parallel
 from spark_dl.config.strategies import Strategy
-from spark_dl.parallel.mesh.planner.memory import GPIPE, ONE_F_ONE_B, ZERO_STAGES
+from spark_dl.parallel.mesh.planner.records import GPIPE, ONE_F_ONE_B, ZERO_STAGES
 from spark_dl.parallel.mesh.settings import Mesh, check_torch
 
 if TYPE_CHECKING:

@@ -1,11 +1,20 @@
-"""What the planner is given: the profile of a chain of layers, and the ranks with their network and memory."""
+"""What the planner is given: the profile of a chain of layers, and the ranks with their network and memory.
+
+Bytes that a rank holds: weights, gradients and the optimizer's state by ZeRO's formulas (Rajbhandari et al. 2020,
+arXiv:1910.02054, sections 3 and 5), and activations (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). The
+groups of a mesh use the network within hosts or between them, and share a host's link.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from spark_dl.parallel.cost.cost import Network
+from spark_dl.parallel.mesh.dims import Dims, Place
 
 REPLICATED, COLWISE, ROWWISE, SEQUENCE, SPLIT, BLOCK = (
     "replicated", "colwise", "rowwise", "sequence", "split", "block",
@@ -73,3 +82,113 @@ class Cluster:
     @property
     def ranks_per_host(self) -> int:
         return self.num_ranks // self.hosts
+
+
+GPIPE, ONE_F_ONE_B = "gpipe", "1f1b"
+ZERO_STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes per parameter of one copy of the model."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+
+STATES = {
+    "adam": States(4, 4, 8),
+    "momentum": States(4, 4, 4),
+    "sgd": States(4, 4, 0),
+    "mixed_adam": States(2, 2, 12),
+}
+"""By optimizer: in float32; and Adam in mixed precision, which has weights and gradients of two bytes, and weights and
+two moments of four."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a rank holds at the peak of a step."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float = 0.0
+    gathered: float = 0.0
+    """Weights and gradients of one layer, which ZeRO-3 puts together while the layer is used."""
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.gathered
+
+
+def held(num_parameters: float, states: States, zero_stage: int, num_shards: int) -> Memory:
+    """Returns weights, gradients and optimizer's state of a rank.
+
+    zero_stage: 1 shards the optimizer's state over `num_shards` data ranks, 2 also the gradients, 3 also the weights.
+    """
+    weights, gradients, optimizer = (
+        num_parameters * each / (num_shards if zero_stage >= first else 1)
+        for each, first in ((states.weights, 3), (states.gradients, 2), (states.optimizer, 1))
+    )
+    return Memory(weights, gradients, optimizer)
+
+
+def micro_batches_kept(schedule: str, micro_batches: int, stages_left: int) -> int:
+    """Returns of how many micro-batches a stage keeps activations at the same time.
+
+    stages_left: number of stages from this one to the last, p - i.
+    """
+    return micro_batches if schedule == GPIPE else min(micro_batches, stages_left)
+
+
+@dataclass(frozen=True)
+class Links:
+    """The networks of a mesh on a cluster, as the groups of one stage see them.
+
+    Groups that cross hosts at the same time share the link of a host equally. Only the groups of one stage are counted,
+    because stages exchange gradients at different times.
+    """
+
+    dims: Dims
+    cluster: Cluster
+
+    @cached_property
+    def data(self) -> tuple[Network, ...]:
+        """Of the data groups of each stage, in rings."""
+        return tuple(self._data(stage) for stage in range(self.dims.pipeline))
+
+    @cached_property
+    def pipeline(self) -> tuple[Network, ...]:
+        """From each stage to the next."""
+        return tuple(self._boundary(stage) for stage in range(self.dims.pipeline - 1))
+
+    def _data(self, stage: int) -> Network:
+        crossings: Counter[int] = Counter()
+        for group in self.dims.data_groups():
+            if self.dims.place(group[0]).pipeline == stage:
+                hosts = {self._host(rank) for rank in group}
+                crossings.update(hosts if len(hosts) > 1 else ())  # a ring enters and leaves each of its hosts once
+        return self._shared(crossings.values())
+
+    def _boundary(self, stage: int) -> Network:
+        crossings: Counter[int] = Counter()
+        for data in range(self.dims.data):
+            for tensor in range(self.dims.tensor):
+                source, target = (self.dims.rank(Place(each, data, tensor)) for each in (stage, stage + 1))
+                if self._host(source) != self._host(target):
+                    crossings[self._host(source)] += 1
+        return self._shared(crossings.values())
+
+    def _shared(self, crossings: Iterable[int]) -> Network:
+        most = max(crossings, default=0)
+        between = self.cluster.between
+        return replace(between, bytes_per_s=between.bytes_per_s / most) if most else self.cluster.within
+
+    def _host(self, rank: int) -> int:
+        return rank // self.cluster.ranks_per_host

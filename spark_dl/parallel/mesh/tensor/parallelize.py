@@ -12,15 +12,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from spark_dl.parallel.mesh.tensor.attention import Heads
-from spark_dl.parallel.mesh.tensor.dropout import slice_dropout
-from spark_dl.parallel.mesh.tensor.flow import Flow, map_input, wrap_forward
-from spark_dl.parallel.mesh.tensor.functions import TensorRanks, joined, sliced, with_equal_gradients
+from spark_dl.parallel.mesh.tensor.functions import (
+    Flow,
+    TensorRanks,
+    joined,
+    map_input,
+    sliced,
+    with_equal_gradients,
+    wrap_forward,
+)
 from spark_dl.parallel.mesh.tensor.sequence import KEY as SEQUENCE_KEY
 from spark_dl.parallel.mesh.tensor.sequence import Stack, find_stacks
-from spark_dl.parallel.mesh.tensor.styles import Columns, Rows, Vocabulary
+from spark_dl.parallel.mesh.tensor.styles import Columns, Heads, Rows, Vocabulary, slice_dropout
 from spark_dl.parallel.mesh.tensor.words import COLUMNS, ROWS, Box, cuts, is_norm, take
-from spark_dl.parallel.replaced import check_hooks, names_of
+from spark_dl.parallel.modules import check_hooks, names_of
 
 _SUMS = "replicated_with_grad_allreduce"
 

@@ -24,7 +24,7 @@ from spark_dl.parallel.mesh.tensor.words import (
     is_norm,
     outputs,
 )
-from spark_dl.parallel.replaced import names_of
+from spark_dl.parallel.modules import names_of
 
 KEY = "spec.tensor_plan"
 _SLICED = tuple(word for word in COLUMNS if word != "colwise_gather_output")

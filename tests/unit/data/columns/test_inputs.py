@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from spark_dl import Data, Shards
-from spark_dl.data.columns.inputs import cast_cells, row_weights
+from spark_dl.data.columns.batch import cast_cells, row_weights
 from spark_dl.data.columns.ragged import from_lengths
 from spark_dl.data.load.loader import Loader
 from spark_dl.data.write.arrays import write_arrays

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from spark_dl import read_shards
-from spark_dl.data.dataset.folder import abandon, prepare_folder
-from spark_dl.data.dataset.manifest import crc32_of
+from spark_dl.data.dataset.manifest import abandon, crc32_of, prepare_folder
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.write import arrays as arrays_module
 from tests.builders.datasets import write_dataset

@@ -9,8 +9,7 @@ import pytest
 from spark_dl import Config
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.manifest import read_shards
-from spark_dl.data.dataset.records import LocalPlacement, ShardSet
-from spark_dl.data.dataset.shard_table import Shard, ShardTable
+from spark_dl.data.dataset.records import LocalPlacement, Shard, ShardSet, ShardTable
 from spark_dl.data.load.mixture import Mixture
 from spark_dl.data.load.resume_check import dataset_digest, for_ranks
 from tests.builders.datasets import write_dataset

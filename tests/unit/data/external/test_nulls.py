@@ -11,7 +11,7 @@ import pytest
 
 from spark_dl import Data
 from spark_dl.data.external.dataset import open_parquet
-from spark_dl.data.external.row_counts import filter_rows
+from spark_dl.data.external.files import filter_rows
 from spark_dl.data.load.build import build_loader
 from spark_dl.data.parquet.filters import NULL_PARTITION
 from spark_dl.data.petastorm.metadata import write_common_metadata

@@ -26,7 +26,7 @@ from spark_dl.data.dataset.manifest import commit
 from spark_dl.data.dataset.memory import check_memory, warn_of_memory
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.external.dataset import open_parquet
-from spark_dl.data.external.row_counts import filter_rows
+from spark_dl.data.external.files import filter_rows
 from spark_dl.data.load.loader import Loader, read_ahead
 from spark_dl.data.load.mixture import MixedLoader, Mixture
 from spark_dl.data.write.arrays import write_arrays

@@ -20,7 +20,7 @@ MEASURE = """
 import re, sys
 import psutil
 from spark_dl import read_shards
-from spark_dl.data.external.row_counts import filter_rows
+from spark_dl.data.external.files import filter_rows
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.load.loader import Loader
 from tests.builders.settings import make_config

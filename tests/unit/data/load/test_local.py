@@ -17,7 +17,7 @@ import pytest
 
 from spark_dl import Data
 from spark_dl.data.columns.policies import Changes
-from spark_dl.data.dataset.shard_table import Shard
+from spark_dl.data.dataset.records import Shard
 from spark_dl.data.load import local
 from spark_dl.data.write.partition import PartitionResult
 from tests.builders.local_rows import SHARDS, SOURCE, batches_of

@@ -11,10 +11,9 @@ import pytest
 
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.manifest import read_shards
-from spark_dl.data.dataset.records import LocalPlacement, ShardSet
-from spark_dl.data.dataset.shard_table import Shard
+from spark_dl.data.dataset.records import LocalPlacement, Shard, ShardSet
 from spark_dl.data.external.dataset import open_parquet
-from spark_dl.data.external.row_counts import filter_rows
+from spark_dl.data.external.files import filter_rows
 from spark_dl.data.load.mixture import Mixture
 from spark_dl.data.load.resume_check import check_same_rows, dataset_digest
 from tests.builders.datasets import write_dataset

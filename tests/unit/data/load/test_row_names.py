@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from spark_dl.data.dataset.records import LocalPlacement
-from spark_dl.data.external.row_counts import filter_rows
+from spark_dl.data.external.files import filter_rows
 from spark_dl.data.load.build import build_loader
 from spark_dl.data.load.mixture import Mixture
 from spark_dl.data.load.row_names import name_rows

@@ -21,7 +21,7 @@ from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.data.dataset.memory import check_row_groups
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.external.dataset import open_parquet
-from spark_dl.data.external.row_counts import filter_rows
+from spark_dl.data.external.files import filter_rows
 from spark_dl.data.load.build import build_loader
 from spark_dl.data.load.loader import Loader
 from spark_dl.data.parquet.filters import Bounds, Condition, holds_within, simplify

@@ -8,9 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_dl.data.parquet import pages
-from spark_dl.data.parquet.buffer_pool import BufferPool
-from spark_dl.data.parquet.thrift import I32, STRUCT, Field, write_struct
+from spark_dl.data.parquet import file
+from spark_dl.data.parquet.file import I32, STRUCT, BufferPool, Field, write_struct
 
 pytestmark = pytest.mark.skipif(int(pa.__version__.split(".")[0]) < 15, reason="pyarrow 14 writes no page checksums")
 
@@ -27,7 +26,7 @@ def stored(array, *, nullable=False, **options):
 
 
 def read(content, chunk, levels, cell_bytes, rows):
-    return pages.read_plain(
+    return file.read_plain(
         pa.BufferReader(content), chunk, levels=levels, cell_bytes=cell_bytes, rows=rows, memory=BufferPool()
     )
 
@@ -144,4 +143,4 @@ def test_a_file_that_ends_early_is_an_error():
 
 def test_both_checksums_are_the_same_function():
     content = np.random.default_rng(0).bytes(100_000)
-    assert pages.crc32(content) == zlib.crc32(content)
+    assert file.crc32(content) == zlib.crc32(content)

@@ -27,7 +27,7 @@ import pytest
 from spark_dl.data.columns import cell_codec
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.schema import Column
-from spark_dl.data.petastorm import npy as npy_cells
+from spark_dl.data.petastorm import codecs as npy_cells
 from spark_dl.data.petastorm.codecs import decode
 from spark_dl.data.petastorm.metadata import (
     ROW_GROUPS_KEY,
@@ -37,10 +37,15 @@ from spark_dl.data.petastorm.metadata import (
     unischema_of,
     write_common_metadata,
 )
-from spark_dl.data.petastorm.pickle_opcodes import UnsafeMetadataError
-from spark_dl.data.petastorm.unischema import DTYPES, Codec, Field, Unischema
-from spark_dl.data.petastorm.unischema_reader import read_unischema
-from spark_dl.data.petastorm.unischema_writer import write_unischema
+from spark_dl.data.petastorm.unischema import (
+    DTYPES,
+    Codec,
+    Field,
+    Unischema,
+    UnsafeMetadataError,
+    read_unischema,
+    write_unischema,
+)
 from tests.builders.petastorm import Reduced, read_dataset
 
 NDARRAY, ZIPPED = Codec("ndarray"), Codec("compressed_ndarray")

@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from spark_dl.data.external.row_counts import filter_rows
+from spark_dl.data.external.files import filter_rows
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.plan import Segment
 from spark_dl.data.read.rows import Rows

@@ -10,20 +10,20 @@ import pyarrow.parquet as pq
 import pytest
 
 from spark_dl import Data
-from spark_dl.data.columns import lookup as lookup_module
+from spark_dl.data.columns import elements as lookup_module
+from spark_dl.data.columns.elements import Lookup
 from spark_dl.data.columns.encoding import Encoding
-from spark_dl.data.columns.lookup import Lookup
 from spark_dl.data.columns.schema import Column
-from spark_dl.data.dataset.shard_table import Shard
+from spark_dl.data.dataset.records import Shard
 from spark_dl.data.external.dataset import open_parquet
-from spark_dl.data.external.row_counts import filter_rows
+from spark_dl.data.external.files import filter_rows
 from spark_dl.data.load.loader import Loader
 from spark_dl.data.petastorm.metadata import write_common_metadata
 from spark_dl.data.petastorm.unischema import Codec, Field, Unischema
 from spark_dl.data.plan import Segment
 from spark_dl.data.read.rows import Rows
 from spark_dl.data.read.shard_file import SLICE_BYTES, ShardFile, slice_rows
-from spark_dl.training.memory import clear_frames
+from spark_dl.training.checks import clear_frames
 from tests.builders.cells import npy_cells, vectors, zipped
 from tests.builders.images import pixels, png
 from tests.builders.settings import make_config

@@ -7,12 +7,12 @@ import pytest
 
 from spark_dl import Data
 from spark_dl.data.external.dataset import open_parquet
-from spark_dl.data.external.row_counts import filter_rows
+from spark_dl.data.external.files import filter_rows
 from spark_dl.data.load.loader import Loader
 from spark_dl.data.plan import Segment
 from spark_dl.data.read.rows import Rows
 from spark_dl.data.read.shard_file import SLICE_BYTES
-from spark_dl.launch.failures.describe import is_retryable
+from spark_dl.launch.failures.errors import is_retryable
 from tests.builders.cells import vectors
 from tests.builders.settings import make_config
 

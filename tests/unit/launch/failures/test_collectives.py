@@ -7,8 +7,8 @@ RANK = """
 import sys, threading, time
 import torch
 import torch.distributed as dist
-from spark_dl.launch.failures import status
-from spark_dl.launch.failures.collectives import last_collective, progress
+from spark_dl.launch.failures import rank_state
+from spark_dl.launch.failures.rank_state import last_collective, progress
 
 def wait_for(number, is_open):
     # The recorder learns of the end of an operation a little later than its caller.
@@ -34,7 +34,7 @@ waiting = threading.Thread(target=dist.all_reduce, args=(torch.ones(2),))
 waiting.start()
 if dist.get_rank() == 0:
     wait_for(1001, True)
-    status.reset()  # as of an earlier task, whose operation never ended
+    rank_state.reset()  # as of an earlier task, whose operation never ended
     assert progress() == {"number": 1001}
     assert last_collective() is None
     store.set("seen", "1")

@@ -6,11 +6,10 @@ import re
 import pytest
 
 from spark_dl import RankError
-from spark_dl.launch.failures import status
-from spark_dl.launch.failures.describe import describe, failed_in_task, failure_in, is_secondary
-from spark_dl.launch.failures.errors import ScriptError
+from spark_dl.launch.failures import rank_state
+from spark_dl.launch.failures.errors import ScriptError, describe, failed_in_task, failure_in, is_secondary
+from spark_dl.launch.failures.rank_state import PLANNED
 from spark_dl.launch.failures.root_cause import root_cause
-from spark_dl.launch.failures.status import PLANNED
 
 RANKS = {0: 1, 1: 0, 2: 2}
 """The rank of each task: they are dealt by host."""
@@ -221,7 +220,7 @@ HARMLESS = r"red {x} %s %(y)s ä\udcff\r\x00\x9b2J\u2028\u202e"
 
 
 def test_B36_control_characters_of_an_error_are_written_out_wherever_they_come_from():
-    status.reset()  # of what other tests of this process have done
+    rank_state.reset()  # of what other tests of this process have done
     me, lines = {"task": 0, "host": "a", "pid": 1}, [("stdout", HOSTILE)]
     failure = describe(ValueError(f"{HOSTILE}\nINFO all is well"), me, lines, is_shown=False)
     assert failure["error"] == f"ValueError: {HARMLESS}\nINFO all is well"

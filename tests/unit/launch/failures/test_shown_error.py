@@ -9,7 +9,7 @@ import pytest
 
 import spark_dl
 from spark_dl import RankError
-from spark_dl.launch.failures.shown_error import fold, harmless
+from spark_dl.launch.failures.errors import fold, harmless
 
 TASK = Path(spark_dl.__file__).parent / "launch" / "rank" / "task.py"
 TRACEBACK = f"""Traceback (most recent call last):

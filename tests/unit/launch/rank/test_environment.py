@@ -347,7 +347,7 @@ def test_a_training_leaves_nothing(monkeypatch):
 
 PLAIN_STATE = """
 import sys
-from spark_dl.launch.rank.process_state import ProcessState
+from spark_dl.launch.rank.environment import ProcessState
 import torch
 
 before = ProcessState()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from spark_dl.launch.rank.groups import group_of
+from spark_dl.launch.rank.rendezvous import group_of
 from spark_dl.world import World
 
 HOSTS = ("a", "a", "a", "b", "b", "c")

@@ -1,7 +1,6 @@
 import pytest
 
-from spark_dl.parallel.cost.collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s, send_s
-from spark_dl.parallel.cost.cost import Network
+from spark_dl.parallel.cost.cost import Network, all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s, send_s
 
 NETWORK = Network(alpha_s=0.5, bytes_per_s=10.0, gamma_s_per_byte=0.25)
 COLLECTIVES = [all_reduce_s, all_gather_s, reduce_scatter_s, all_to_all_s]

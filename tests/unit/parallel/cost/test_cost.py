@@ -9,22 +9,20 @@ import pytest
 
 from benchmarks.model.profiles import resnet50
 from spark_dl.parallel.cost.cost import (
-    Network,
-    Point,
-    cost,
-    fit,
-    server_bytes_per_s,
-)  # fmt: skip
-from spark_dl.parallel.cost.work import (
     BLOCK_BYTES,
     BY_SPARK,
     METHODS,
     Exchange,
+    Network,
+    Point,
+    cost,
     driver_copies,
+    fit,
     harmonic,
+    server_bytes_per_s,
     tree_levels,
     work,
-)
+)  # fmt: skip
 
 N = 720_720  # divisible by 1 ... 16
 RANKS = range(1, 17)

@@ -5,8 +5,15 @@ import math
 import pytest
 import torch
 
-from spark_dl.parallel.exchange.compression import add_above, add_largest, largest, take_above, take_largest
-from spark_dl.parallel.exchange.powersgd import is_worthwhile, orthonormal
+from spark_dl.parallel.exchange.compression import (
+    add_above,
+    add_largest,
+    is_worthwhile,
+    largest,
+    orthonormal,
+    take_above,
+    take_largest,
+)
 
 SIZES = [1, 2, 3, 7, 64, 1000, 70_001]
 

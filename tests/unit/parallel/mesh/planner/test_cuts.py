@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from spark_dl.parallel.mesh.planner.cuts import best_cuts, step_s
+from spark_dl.parallel.mesh.planner.stages import best_cuts, step_s
 
 
 class Stage(NamedTuple):

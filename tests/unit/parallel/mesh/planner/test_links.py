@@ -2,8 +2,7 @@ import pytest
 
 from spark_dl.parallel.cost.cost import Network
 from spark_dl.parallel.mesh.dims import Dims
-from spark_dl.parallel.mesh.planner.links import Links
-from spark_dl.parallel.mesh.planner.records import Cluster
+from spark_dl.parallel.mesh.planner.records import Cluster, Links
 
 WITHIN, BETWEEN = Network(1e-6, 1e10), Network(1e-4, 1e9)
 

@@ -1,7 +1,7 @@
 import pytest
 
-from spark_dl.parallel.mesh.planner.memory import GPIPE, ONE_F_ONE_B, STATES, held, micro_batches_kept
-from spark_dl.parallel.mesh.planner.timeline import FORWARD, order
+from spark_dl.parallel.mesh.planner.records import GPIPE, ONE_F_ONE_B, STATES, held, micro_batches_kept
+from spark_dl.parallel.mesh.planner.search import FORWARD, order
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 4, 64])

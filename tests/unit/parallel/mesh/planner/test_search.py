@@ -7,14 +7,9 @@ import pytest
 
 from spark_dl.parallel.cost.cost import Network
 from spark_dl.parallel.mesh.dims import Dims
-from spark_dl.parallel.mesh.planner.choices import Problem, choices
-from spark_dl.parallel.mesh.planner.cuts import step_s
-from spark_dl.parallel.mesh.planner.least import least_memory
-from spark_dl.parallel.mesh.planner.memory import GPIPE, ONE_F_ONE_B, STATES
-from spark_dl.parallel.mesh.planner.records import Cluster, Layer, Seconds
-from spark_dl.parallel.mesh.planner.search import plan_of, search
-from spark_dl.parallel.mesh.planner.stages import Stages
-from spark_dl.parallel.mesh.planner.tensor import Segments
+from spark_dl.parallel.mesh.planner.records import GPIPE, ONE_F_ONE_B, STATES, Cluster, Layer, Seconds
+from spark_dl.parallel.mesh.planner.search import Problem, choices, least_memory, plan_of, search
+from spark_dl.parallel.mesh.planner.stages import Segments, Stages, step_s
 from tests.builders import chains
 
 GIB = 2**30

@@ -2,13 +2,10 @@ import dataclasses
 
 import pytest
 
-from spark_dl.parallel.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s, send_s
-from spark_dl.parallel.cost.cost import Network
+from spark_dl.parallel.cost.cost import Network, all_gather_s, all_reduce_s, reduce_scatter_s, send_s
 from spark_dl.parallel.mesh.dims import Dims
-from spark_dl.parallel.mesh.planner.memory import GPIPE, ONE_F_ONE_B, STATES, held
-from spark_dl.parallel.mesh.planner.records import Cluster, Layer, Seconds
-from spark_dl.parallel.mesh.planner.stages import Choice, Stages
-from spark_dl.parallel.mesh.planner.tensor import Segments
+from spark_dl.parallel.mesh.planner.records import GPIPE, ONE_F_ONE_B, STATES, Cluster, Layer, Seconds, held
+from spark_dl.parallel.mesh.planner.stages import Choice, Segments, Stages
 
 NETWORK = Network(1e-3, 1e6)
 LAYERS = tuple(

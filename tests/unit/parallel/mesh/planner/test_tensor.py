@@ -3,10 +3,9 @@ import random
 
 import pytest
 
-from spark_dl.parallel.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
-from spark_dl.parallel.cost.cost import Network
+from spark_dl.parallel.cost.cost import Network, all_gather_s, all_reduce_s, reduce_scatter_s
 from spark_dl.parallel.mesh.planner.records import REPLICATED, Layer, Seconds
-from spark_dl.parallel.mesh.planner.tensor import TensorChain, fastest, smallest
+from spark_dl.parallel.mesh.planner.stages import TensorChain, fastest, smallest
 from tests.builders import chains
 
 NETWORK = Network(1e-5, 1e9)

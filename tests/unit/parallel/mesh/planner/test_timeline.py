@@ -3,8 +3,8 @@ import random
 
 import pytest
 
-from spark_dl.parallel.mesh.planner.memory import GPIPE, ONE_F_ONE_B
-from spark_dl.parallel.mesh.planner.timeline import BACKWARD, FORWARD, SYNC, StageTimes, end_s, timeline
+from spark_dl.parallel.mesh.planner.records import GPIPE, ONE_F_ONE_B
+from spark_dl.parallel.mesh.planner.search import BACKWARD, FORWARD, SYNC, StageTimes, end_s, timeline
 
 SCHEDULES = pytest.mark.parametrize("schedule", [GPIPE, ONE_F_ONE_B])
 

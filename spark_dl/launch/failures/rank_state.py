@@ -1,17 +1,80 @@
-"""Memory of a rank's process: its peak, its limit, and whether the kernel has killed a process for want of memory.
+"""What a rank tells of itself, for heartbeats and errors: phase and step, memory, the last collective operation.
 
-The kernel counts these kills for each control group, such as a container. A rank sends the count with its heartbeats.
-If the process is killed, and the count has then risen, it was out of memory. Without such a count, nobody can tell.
+The kernel counts the processes that it kills for want of memory for each control group, such as a container. A rank
+sends the count with its heartbeats. If the process is killed, and the count has then risen, it was out of memory.
+Without such a count, nobody can tell. Collective operations are those of torch's flight recorder, which also records
+Gloo's.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
+
+STARTING, READING, TRAINING, VALIDATING, SAVING, LOADING = (
+    "starting", "reading rows", "training", "validating", "saving a checkpoint", "loading a checkpoint",
+)  # fmt: skip
+
+
+PLANNED = "SIGTERM, as planned"
+"""Text in place of the stacks of a rank that ends as planned. They would show threads that wait for the end."""
+
+
+class Status(TypedDict):
+    """As events and failures have it."""
+
+    phase: str
+    step: int | None
+    """Optimizer step that the rank is in, from 1; None if it has taken none."""
+
+
+_now: Status = {"phase": STARTING, "step": None}
+_since = time.monotonic()
+_began_ns = time.time_ns()
+
+
+def enter(phase: str, step: int | None = None) -> None:
+    """Notes that this process begins a phase. step: None keeps the last one."""
+    global _since
+    _since = time.monotonic()
+    _now["phase"] = phase
+    if step is not None:
+        _now["step"] = step
+
+
+def reset() -> None:
+    """Forgets what an earlier run of this process has noted."""
+    global _since, _began_ns
+    _since, _began_ns = time.monotonic(), time.time_ns()
+    _now["phase"], _now["step"] = STARTING, None
+
+
+def place_now() -> Status:
+    """Returns what the process does now."""
+    return {**_now}
+
+
+def began_ns() -> int:
+    """Returns when this task has begun, in nanoseconds of the wall clock."""
+    return _began_ns
+
+
+def since() -> float:
+    """Returns when this process has noted something the last time, by the monotonic clock."""
+    return _since
+
+
+def place_in_words(phase: str | None, step: int | None) -> str:
+    """Returns for example ` in step 12 (training)`; empty without a step."""
+    return "" if step is None else f" in step {step} ({phase})"
+
 
 _MIB = 1 << 20
 _NEXT_BEAT_S = 1.5
@@ -36,7 +99,7 @@ class Memory(TypedDict):
     """Processes of the control group that the kernel has killed for want of memory."""
 
 
-def now() -> Memory:
+def memory_now() -> Memory:
     """Returns the memory of this process."""
     import resource  # not on Windows, where drivers can run
 
@@ -53,7 +116,7 @@ def now() -> Memory:
     return found
 
 
-def in_words(memory: Memory | None) -> str:
+def memory_in_words(memory: Memory | None) -> str:
     """Returns for example `, with a peak memory of 800 MiB of 1024 MiB`; empty for None."""
     if memory is None:
         return ""
@@ -135,3 +198,49 @@ def _identity(events: Path) -> str:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}:{os.stat(events).st_ino}"
     except OSError:
         return ""
+
+
+class Progress(TypedDict):
+    """The progress of a rank in its collective operations, which is in each heartbeat."""
+
+    number: int
+    """Number of the last operation of the default process group, from 1; 0 before the first one."""
+
+
+def progress() -> Progress | None:
+    """Returns how far this process has come; None without a process group. Takes less than a millisecond.
+
+    NOTE: `last_collective` reads all that the flight recorder has kept, which takes some ten milliseconds.
+    """
+    dist: Any = sys.modules.get("torch.distributed")  # an import statement would wait while another thread imports it
+    with contextlib.suppress(Exception):  # the group ends meanwhile
+        if dist is not None and (group := dist.group.WORLD) is not None:
+            return {"number": int(group._get_sequence_number_for_group())}
+    return None
+
+
+def last_collective() -> dict[str, Any] | None:
+    """Returns the last collective operation that this task has begun; None without one.
+
+    `number` counts the operations of a process group, from 1; `name` is its name, `tensors` their shapes and types.
+    `is_open` says whether an operation of any group has begun and has not ended, by what is recorded of each of them.
+    The counts of a group (`pg_status`) do not tell: each thread of Gloo sets the last one that ended when it gets to
+    it, and the number of an earlier operation can replace that of a later one.
+    """
+    if "torch.distributed" not in sys.modules:
+        return None
+    with contextlib.suppress(Exception):  # the format of the recorder is not that of a stable interface
+        from torch._C import _distributed_c10d
+
+        trace = json.loads(_distributed_c10d._dump_fr_trace_json(includeCollectives=True))  # type: ignore[attr-defined]
+        own = [e for e in trace["entries"] if not e["is_p2p"] and e["time_created_ns"] >= began_ns()]
+        last = max(own, key=lambda entry: entry["record_id"], default=None)
+        if last is not None:
+            tensors = zip(last["input_sizes"], last["input_dtypes"], strict=False)
+            return {
+                "group": last["process_group"][1], "number": last["collective_seq_id"],
+                "name": last["profiling_name"].rpartition(":")[2],
+                "tensors": ", ".join(f"{sizes} {dtype}" for sizes, dtype in tensors),
+                "is_open": any(not entry["retired"] for entry in own),
+            }  # fmt: skip
+    return None

@@ -45,6 +45,9 @@ SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
 """Bytes of the all-reduces that are measured."""
 _REPEATS = 5
 
+_log = logging.getLogger("spark_dl")
+_NO_LIMIT = Network(0.0, math.inf)
+
 
 @dataclass(frozen=True)
 class Probed:
@@ -122,10 +125,6 @@ def _measure(group: dist.ProcessGroup, world: World) -> list[list[float]]:
             seconds.append(time.perf_counter() - start)
         found.append([float(group.size()), float(size), statistics.median(seconds[1:])])
     return found
-
-
-_log = logging.getLogger("spark_dl")
-_NO_LIMIT = Network(0.0, math.inf)
 
 
 def plan_mesh_of(

@@ -22,6 +22,8 @@ from spark_dl.scoring.outputs import Squeezed
 from spark_dl.spec import ModelSpec
 from spark_dl.training.optimizer_settings import Schedule, check_classes, classes_of
 
+_DEFAULTS = Train()
+
 
 @dataclass(frozen=True)
 class FunctionConflict:
@@ -43,8 +45,6 @@ def _set_beside_optimizer(name: str) -> FunctionConflict:
         "the scheduler; remove it",
     )
 
-
-_DEFAULTS = Train()
 
 CONFLICTS = (
     *(_set_beside_optimizer(name) for name in (

@@ -32,6 +32,10 @@ from spark_dl.rundir.checkpoint_files import MANIFEST
 from spark_dl.spec import ModelSpec, Run, check_rows
 from spark_dl.training.initial import InitialWeights
 
+_IS_ABOUT_DTYPES = re.compile(
+    r"dtype|scalar type|Double|Half|not implemented for '(Int|Short|Char|Byte|Bool)'|bool tensor"
+)
+
 
 def check_reach(run: Run, gather: Gather, *, rank: int, host: str, writes: bool) -> None:
     """Opens a shard of each dataset and the checkpoint, and with `writes` writes to the run folder. Collective.
@@ -120,11 +124,6 @@ def delete_probe(probe: str) -> None:
         storage.delete_file(probe)
     except (OSError, ValueError, RuntimeError):  # reported before
         return
-
-
-_IS_ABOUT_DTYPES = re.compile(
-    r"dtype|scalar type|Double|Half|not implemented for '(Int|Short|Char|Byte|Bool)'|bool tensor"
-)
 
 
 def check_dtypes(spec: ModelSpec, columns: Sequence[Column], config: Config) -> None:

@@ -29,6 +29,37 @@ from spark_dl.track.time_split import SlowRanks
 if TYPE_CHECKING:
     from spark_dl.launch.failures.errors import RankError
 
+Event = Mapping[str, Any]
+
+OnEvent: TypeAlias = Callable[[Mapping[str, Any]], None]
+EVENTS = ("joined", "restart", "step", "epoch", "checkpoint", "checkpoint_failed", "skip", "rollback", "straggler")
+"""Values of `kind` in the events for `on_event`, which are dicts. `joined`: a rank has joined, with `rank`, `host`,
+`executor`, `pid` and `device`; not over Spark Connect. `restart`: the ranks are started again, with `restarts`, the
+number of the `attempt` that has failed, and the `reason` (in one line), `error`, `rank` and `step` of the failure.
+`straggler`: the other ranks wait for `rank`, with its times and those of the others. All but `joined` and
+`straggler` are lines of `metrics.jsonl`, that of `restart` without `error`. `skip` and `rollback` say which
+`bad_step` was left out, and `what` was not finite on which `bad_rank`, with its `bad_rows` in that step
+(`train.on_nonfinite`). `checkpoint_failed` has the `reason` (`checkpoint.on_error`)."""
+
+_log = logging.getLogger("spark_dl")
+_LONG_CALL_S = 10.0
+"""A call of a function of the user that takes longer is said in the log."""
+
+_WARNINGS = {
+    "checkpoint_failed": "checkpoint.on_error: the checkpoint of step {step} was not written, and training goes on: "
+    "{reason}",
+    "skip": "train.on_nonfinite: step {bad_step} is left out, because {what} is not finite (NaN or Inf) on rank "
+    "{bad_rank}; its rows in that step: {bad_rows}; steps in a row: {in_a_row}",
+    "rollback": "train.on_nonfinite: the run goes back to step {step} ({url}), and leaves out step {bad_step}, because "
+    "{what} is not finite (NaN or Inf) on rank {bad_rank}; its rows in that step: {bad_rows}",
+}
+
+LINE_S = 5.0
+"""Seconds between two lines, where there is no bar."""
+_SILENT_S = 60.0
+"""Seconds after which a line is repeated, as a sign of life."""
+_REFRESH_S = 1.0
+
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Returns the lines of a table. Columns whose cells are numbers are aligned to the right."""
@@ -46,9 +77,6 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[st
 
 def _is_number(cell: str) -> bool:
     return not cell or cell[0].isdigit() or (cell[0] in "+-." and cell[1:2].isdigit())
-
-
-Event = Mapping[str, Any]
 
 
 def lines_of(event: Event) -> list[str]:
@@ -108,21 +136,6 @@ def with_log_dir(launch: Launch, run_dir: str) -> Launch:
     if launch.log_dir or launch.output == "none" or not run_dir or not storage.is_local(run_dir):
         return launch
     return dataclasses.replace(launch, log_dir=storage.resolve(storage.within(run_dir, LOGS))[1])
-
-
-OnEvent: TypeAlias = Callable[[Mapping[str, Any]], None]
-EVENTS = ("joined", "restart", "step", "epoch", "checkpoint", "checkpoint_failed", "skip", "rollback", "straggler")
-"""Values of `kind` in the events for `on_event`, which are dicts. `joined`: a rank has joined, with `rank`, `host`,
-`executor`, `pid` and `device`; not over Spark Connect. `restart`: the ranks are started again, with `restarts`, the
-number of the `attempt` that has failed, and the `reason` (in one line), `error`, `rank` and `step` of the failure.
-`straggler`: the other ranks wait for `rank`, with its times and those of the others. All but `joined` and
-`straggler` are lines of `metrics.jsonl`, that of `restart` without `error`. `skip` and `rollback` say which
-`bad_step` was left out, and `what` was not finite on which `bad_rank`, with its `bad_rows` in that step
-(`train.on_nonfinite`). `checkpoint_failed` has the `reason` (`checkpoint.on_error`)."""
-
-_log = logging.getLogger("spark_dl")
-_LONG_CALL_S = 10.0
-"""A call of a function of the user that takes longer is said in the log."""
 
 
 def restart_event(error: RankError, restarts: int, generation: int) -> dict[str, Any]:
@@ -188,23 +201,6 @@ class RunEvents:
     def _pass_on(self, event: Mapping[str, Any]) -> None:
         for function in self._functions:
             function(event)
-
-
-_WARNINGS = {
-    "checkpoint_failed": "checkpoint.on_error: the checkpoint of step {step} was not written, and training goes on: "
-    "{reason}",
-    "skip": "train.on_nonfinite: step {bad_step} is left out, because {what} is not finite (NaN or Inf) on rank "
-    "{bad_rank}; its rows in that step: {bad_rows}; steps in a row: {in_a_row}",
-    "rollback": "train.on_nonfinite: the run goes back to step {step} ({url}), and leaves out step {bad_step}, because "
-    "{what} is not finite (NaN or Inf) on rank {bad_rank}; its rows in that step: {bad_rows}",
-}
-
-
-LINE_S = 5.0
-"""Seconds between two lines, where there is no bar."""
-_SILENT_S = 60.0
-"""Seconds after which a line is repeated, as a sign of life."""
-_REFRESH_S = 1.0
 
 
 class Progress:

@@ -20,6 +20,9 @@ ELEMENTWISE = (
 """Optimizers of `torch.optim` that update each element of the weights independently, so that servers can split the
 weights into blocks. LBFGS, Adafactor and Muon use whole matrices or all weights."""
 
+ABSOLUTE = ("OneCycleLR", "CyclicLR")
+"""Schedulers whose rates do not depend on that of the optimizer."""
+
 
 @dataclass(frozen=True)
 class Conflict:
@@ -55,10 +58,6 @@ def _shares_gpus(c: Config) -> bool:
 
 def _own_all_reduce(c: Config) -> bool:
     return getattr(c.parallel, "all_reduce", "backend") != "backend"
-
-
-ABSOLUTE = ("OneCycleLR", "CyclicLR")
-"""Schedulers whose rates do not depend on that of the optimizer."""
 
 
 def _served(c: Config) -> bool:

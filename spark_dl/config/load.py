@@ -27,6 +27,8 @@ from spark_dl.config.parallel import Parallel
 _MOST_VALUES = 1_000_000
 """Values of a settings file: more than a vocabulary in it has."""
 
+_MODE = "spark_dl"
+
 
 def sections(strategy: str = strategies.DEFAULT) -> dict[str, type]:
     """Returns the dataclass of each section by its name in `Config`. Raises ValueError for an unknown strategy."""
@@ -218,7 +220,6 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, _Text) else value
 
 
-_MODE = "spark_dl"
 jsonargparse.set_loader(_MODE, _read_yaml, (yaml.YAMLError,))
 
 

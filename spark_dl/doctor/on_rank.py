@@ -44,6 +44,10 @@ _CHUNK = bytes(1 << 18)
 _SECRET_BYTES = 32
 _COUNT = struct.Struct("!Q")
 
+WAITS = "waits"
+"""Kind of the event that a rank has done its part, and waits for the other ranks."""
+_SHM = "/dev/shm"  # noqa: S108 - where shared memory is, not a file
+
 
 @contextlib.contextmanager
 def listening(address: str, secret: bytes) -> Iterator[int]:
@@ -129,11 +133,6 @@ def _rate(address: str, port: int, secret: bytes) -> float:
     if _COUNT.unpack(answer)[0] != count:
         raise ConnectionError(f"{_COUNT.unpack(answer)[0]} of {count} bytes arrived")
     return count / seconds
-
-
-WAITS = "waits"
-"""Kind of the event that a rank has done its part, and waits for the other ranks."""
-_SHM = "/dev/shm"  # noqa: S108 - where shared memory is, not a file
 
 
 def examine(

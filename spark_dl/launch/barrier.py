@@ -35,6 +35,22 @@ from spark_dl.spark_job import SparkJob, check_session, is_connect, is_local_mas
 RANKS = "spark_dl-ranks"
 """Tag of the Spark jobs of ranks."""
 
+_CALLED = {"is_called", "rank", "is_returned", "is_done"}
+"""Keys that are known only of tasks that have unpickled their call."""
+_SAY_AFTER_S, _SAY_EVERY_S = 10.0, 60.0
+"""When the driver logs that ranks wait for task slots: the first time after so long, and then as often."""
+_CONNECT_S = 10.0
+"""How long tasks that run may take to connect to the driver, if they have started late."""
+_log = logging.getLogger("spark_dl")
+
+_LAST_EVENTS_WAIT_S = 1.0
+"""How long to wait for events that the ranks sent before the job ended."""
+_FIRST = Attempt()
+_POLL_S = 1.0
+"""Interval in which a driver without a listener calls `poll`."""
+
+Event = Mapping[str, Any]
+
 
 class RankJob:
     """The Spark job of the ranks. Used on the driver."""
@@ -120,15 +136,6 @@ class RankJob:
         jobs = [tracker.getJobInfo(i) for i in job_ids]
         ids = sorted({i for job in jobs if job for i in job.stageIds})
         return [stage for i in ids if (stage := tracker.getStageInfo(i))]
-
-
-_CALLED = {"is_called", "rank", "is_returned", "is_done"}
-"""Keys that are known only of tasks that have unpickled their call."""
-_SAY_AFTER_S, _SAY_EVERY_S = 10.0, 60.0
-"""When the driver logs that ranks wait for task slots: the first time after so long, and then as often."""
-_CONNECT_S = 10.0
-"""How long tasks that run may take to connect to the driver, if they have started late."""
-_log = logging.getLogger("spark_dl")
 
 
 class StartCheck:
@@ -225,15 +232,6 @@ class StartCheck:
         if all("rank" in known.get(task, {}) for task in met):
             return []
         return sorted({*range(self._launch.num_ranks)} - met)
-
-
-_LAST_EVENTS_WAIT_S = 1.0
-"""How long to wait for events that the ranks sent before the job ended."""
-_FIRST = Attempt()
-_POLL_S = 1.0
-"""Interval in which a driver without a listener calls `poll`."""
-
-Event = Mapping[str, Any]
 
 
 def run_barrier(

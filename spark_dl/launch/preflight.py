@@ -27,6 +27,16 @@ _log = logging.getLogger("spark_dl")
 EXECUTOR, TASK = "spark.executor.resource.gpu.amount", "spark.task.resource.gpu.amount"
 SCRIPT = "spark.executor.resource.gpu.discoveryScript"
 
+_COPIES = 6
+"""Copies of the results in the heap of the driver's JVM, at most, with some room."""
+_PYTHON_LIMIT = "spark.executor.pyspark.memory"
+_LEAST_PYTHON_BYTES = 3 << 30
+EXECUTORS_WAIT_S = 10.0
+"""How long to wait for the next executor of a session that has some."""
+
+ENCRYPTION = ("spark.network.crypto.enabled", "spark.ssl.enabled", "spark.authenticate.enableSaslEncryption")
+"""Settings by which Spark encrypts what it sends."""
+
 
 @dataclass(frozen=True)
 class Session:
@@ -149,14 +159,6 @@ def _active(spark: Any) -> Iterator[None]:
         threads.session = before
 
 
-_COPIES = 6
-"""Copies of the results in the heap of the driver's JVM, at most, with some room."""
-_PYTHON_LIMIT = "spark.executor.pyspark.memory"
-_LEAST_PYTHON_BYTES = 3 << 30
-EXECUTORS_WAIT_S = 10.0
-"""How long to wait for the next executor of a session that has some."""
-
-
 def check(spark: Any, launch: Launch, *, at_once: bool = True, executors_wait_s: float | None = None) -> Any:
     """Checks that ranks can run. Returns the resource profile of their stage, if it needs one.
 
@@ -232,10 +234,6 @@ def check_local_gpus(spark: Any, launch: Launch) -> None:
         gpus.gpus_of_local_rank("cuda", launch.num_ranks - 1, launch.num_ranks, launch.gpus_per_rank)
     except RuntimeError as error:
         raise ValueError(str(error)) from error
-
-
-ENCRYPTION = ("spark.network.crypto.enabled", "spark.ssl.enabled", "spark.authenticate.enableSaslEncryption")
-"""Settings by which Spark encrypts what it sends."""
 
 
 def check_encryption(spark: Any, launch: Launch) -> None:

@@ -18,6 +18,12 @@ _PROGRESS = "spark.ui.showConsoleProgress"
 _DAEMON = "spark.python.daemon.module"
 _REDACTION = "spark.redaction.regex"
 
+_DEFAULTS = {
+    "spark.log.level": "ERROR",
+    _PROGRESS: "false",  # the jobs show their own progress
+    _DAEMON: "spark_dl.launch.daemon",  # new ranks need not import torch
+}
+
 
 def build_session(name: str, *, master: str | None = None, conf: Mapping[str, str] | None = None) -> Any:
     """Returns the session of `spark-submit` or the notebook, or starts one. Called on the driver.
@@ -129,13 +135,6 @@ def _with_own_python(spark: Any) -> Any:
     if (conf.get("spark.master") or "").startswith("local") and not conf.get("spark.pyspark.python"):
         spark.sparkContext.pythonExec = sys.executable
     return spark
-
-
-_DEFAULTS = {
-    "spark.log.level": "ERROR",
-    _PROGRESS: "false",  # the jobs show their own progress
-    _DAEMON: "spark_dl.launch.daemon",  # new ranks need not import torch
-}
 
 
 def _user_settings(conf: Mapping[str, str]) -> dict[str, str]:

@@ -33,6 +33,9 @@ _NOT_OF_USER = ("builtins", "py4j", "pyspark")
 """Packages of the exceptions that do not come from a function of the user."""
 _log = logging.getLogger("spark_dl")
 
+_EXECUTORS_WAIT_S = 10.0
+"""How long to wait for the slots of `launch.num_ranks`, before fewer ranks start."""
+
 
 def run_attempts(
     attempt: Callable[[Attempt], T],
@@ -113,10 +116,6 @@ def backoff_s(failures: int, first_s: float) -> float:
     a quarter more, so that drivers that fail together do not come back together."""
     longest = min(_LONGEST_WAIT_S, first_s * 2.0 ** (min(failures, 32) - 1))
     return longest * (1 + random.random() / 4)  # noqa: S311
-
-
-_EXECUTORS_WAIT_S = 10.0
-"""How long to wait for the slots of `launch.num_ranks`, before fewer ranks start."""
 
 
 class MoreSlotsError(Exception):

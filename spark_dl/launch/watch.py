@@ -33,6 +33,9 @@ _LEAVE = b"null"
 """The answer to ranks that shall use `allGather`, as some ranks cannot reach the driver."""
 _CLOSE_S = 2.0
 
+Known = Mapping[int, Mapping[str, Any]]
+"""The reports of each task about itself."""
+
 
 class Listener:
     """Receives events on the driver. `events` has them as dicts, in order of arrival, each with its `task`."""
@@ -161,10 +164,6 @@ def listen(spark: Any, num_ranks: int, *, meeting_s: float | None = None) -> Lis
     public = conf.get("spark.driver.host").strip("[]")  # Spark writes IPv6 addresses in brackets
     bound = (conf.get("spark.driver.bindAddress") or public).strip("[]")
     return Listener(bound, public, num_ranks=num_ranks, meeting_s=meeting_s)
-
-
-Known = Mapping[int, Mapping[str, Any]]
-"""The reports of each task about itself."""
 
 
 def with_heartbeats(known: Known, listener: Listener | None) -> dict[int, dict[str, Any]]:

@@ -19,6 +19,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+Score = Literal["softmax", "sigmoid"]
+
+Balance = Literal["bias", "loss", "none"]
+
 
 @dataclass(frozen=True)
 class Peers:
@@ -70,9 +74,6 @@ def _exchange(rows: Tensor, sent: Sequence[int], got: Sequence[int], peers: Peer
     with peers.clock:
         dist.all_to_all_single(received, rows.contiguous(), list(got), list(sent), group=peers.group)
     return received
-
-
-Score = Literal["softmax", "sigmoid"]
 
 
 class Choice(NamedTuple):
@@ -191,9 +192,6 @@ def _can_group(rows: Tensor, matrices: Tensor) -> bool:
         and str(rows.dtype).removeprefix("torch.") in grouped
         and all(size * rows.element_size() % 16 == 0 for size in matrices.shape[1:])
     )
-
-
-Balance = Literal["bias", "loss", "none"]
 
 
 class MoE(nn.Module):

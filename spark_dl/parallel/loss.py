@@ -39,6 +39,13 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 Count: TypeAlias = float | Tensor
 """What the mean loss of a step is over: rows, or a sum of weights. A tensor, [], where a GPU has it."""
 
+_OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
+"""Losses of torch whose mean has weights."""
+
+Call: TypeAlias = Callable[[Callable[[nn.Module, Batch], Any], Batch], Any]
+"""(function, batch) -> function(model, batch). A strategy calls it inside the forward pass of its wrapper of the model,
+such as DDP, whose exchange of gradients depends on that."""
+
 
 def row_losses(spec: ModelSpec, output: Output, batch: Batch, label: str | None) -> Tensor:
     """The loss of each row of a batch: the mean over its values, or the weighted sum of them with weights. # (rows,)"""
@@ -143,10 +150,6 @@ def check_ignored(spec: ModelSpec, batch: Batch, label: str | None) -> None:
             f"ModelSpec(count=lambda batch: (batch[{label!r}] != {ignored}).sum()), or leave these rows out "
             "(data.filters)"
         )
-
-
-_OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
-"""Losses of torch whose mean has weights."""
 
 
 def _is_plain(loss: nn.CrossEntropyLoss | nn.NLLLoss) -> bool:
@@ -262,11 +265,6 @@ def _check_not_repeated(loss: Any, losses: Any, output: Any, target: Any, label:
 def _is_of_torch(loss: Any) -> bool:
     inner = loss.loss if isinstance(loss, SumOverRow) else loss
     return type(inner).__module__ == "torch.nn.modules.loss"
-
-
-Call: TypeAlias = Callable[[Callable[[nn.Module, Batch], Any], Batch], Any]
-"""(function, batch) -> function(model, batch). A strategy calls it inside the forward pass of its wrapper of the model,
-such as DDP, whose exchange of gradients depends on that."""
 
 
 class Inside(nn.Module):

@@ -38,6 +38,14 @@ if TYPE_CHECKING:
     from spark_dl.config import Config
     from spark_dl.world import World
 
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes of every module that are no state of the user's: parameters, buffers, modules, hooks."""
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_CONTAINERS = (list, tuple, set, frozenset, collections.deque)
+_MAPPINGS = (dict, collections.OrderedDict, collections.Counter)
+
+_MISSING = object()
+
 
 def apply_layout(module: nn.Module, config: Config) -> None:
     """Applies `train.channels_last` and `train.compile` to a module, in place. Called on a rank, before the first step.
@@ -73,13 +81,6 @@ def to_device(batch: Batch, device: torch.device, config: Config) -> Batch:
         return moved
     # After the copy: a copy that also changes the format would first change it on the CPU, and then wait.
     return {n: t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t for n, t in moved.items()}
-
-
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes of every module that are no state of the user's: parameters, buffers, modules, hooks."""
-_ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_CONTAINERS = (list, tuple, set, frozenset, collections.deque)
-_MAPPINGS = (dict, collections.OrderedDict, collections.Counter)
 
 
 class ModuleState:
@@ -146,9 +147,6 @@ def module_state_kept(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         state.restore()
-
-
-_MISSING = object()
 
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:

@@ -39,6 +39,26 @@ _MOST_NUMBERS = 400
 _LABELS = {FORWARD: "forward pass", BACKWARD: "backward pass", WEIGHTS: "gradients of weights",
            SYNC: "exchange of gradients"}  # fmt: skip
 
+STAGE_COLUMNS = (
+    "stage",
+    "layers",
+    "ranks",
+    "tensor plan",
+    "forward s",
+    "backward s",
+    "transfer s",
+    "exchange s",
+    "GiB",
+)
+PLAN_COLUMNS = ("pipeline", "data", "tensor", "ZeRO", "schedule", "micro-batches", "rows", "step s", "rows/s", "bubble",
+                "GiB")  # fmt: skip
+GIB = 2**30
+_MOST_PLANS = 10
+
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "gathered")
+
+_MARK = "<!-- a plan of spark_dl -->"
+
 
 def passes_of(plan: Plan) -> list[Pass]:
     """Returns the passes of a step, of the first micro-batches if there are many."""
@@ -107,23 +127,6 @@ def draw_memory(plan: Plan, parts: Sequence[str], limit_bytes: float) -> str:
     return plots.draw_for_page(
         plot, title="Memory of the stages", colors=COLORS, width=10, height=1.1 + 0.36 * len(plan.stages)
     )
-
-
-STAGE_COLUMNS = (
-    "stage",
-    "layers",
-    "ranks",
-    "tensor plan",
-    "forward s",
-    "backward s",
-    "transfer s",
-    "exchange s",
-    "GiB",
-)
-PLAN_COLUMNS = ("pipeline", "data", "tensor", "ZeRO", "schedule", "micro-batches", "rows", "step s", "rows/s", "bubble",
-                "GiB")  # fmt: skip
-GIB = 2**30
-_MOST_PLANS = 10
 
 
 def settings(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -217,9 +220,6 @@ def as_dict(problem: Problem, plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "gathered")
-
-
 def tensor_plan(kinds: Sequence[str]) -> str:
     """Returns how the layers are cut, such as `replicated, 12 block`; empty if none is."""
     if set(kinds) == {"replicated"}:
@@ -245,9 +245,6 @@ def _ranks(plan: Plan, stage: int) -> str:
     dims = plan.choice.dims
     first, last = dims.rank(Place(stage, 0, 0)), dims.rank(Place(stage, dims.data - 1, dims.tensor - 1))
     return str(first) if first == last else f"{first} to {last}"
-
-
-_MARK = "<!-- a plan of spark_dl -->"
 
 
 def check(url: str) -> None:

@@ -43,6 +43,9 @@ from spark_dl.rundir.generations import start_generation as start_generation
 _log = logging.getLogger("spark_dl")
 FOLDER = "checkpoints"
 
+_NAMED = 5
+"""Names of parameters in an error."""
+
 
 @dataclass(frozen=True)
 class Score:
@@ -358,10 +361,6 @@ def check_same_settings(saved: Saved, config: Config) -> None:
             f"cannot resume from {saved.url} with other settings ({'; '.join(differ)}); restore them, or use "
             "another run_dir"
         )
-
-
-_NAMED = 5
-"""Names of parameters in an error."""
 
 
 def load_weights(saved: Saved) -> dict[str, Tensor]:

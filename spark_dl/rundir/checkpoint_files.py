@@ -54,6 +54,14 @@ _CHUNK_BYTES = 16 * 2**20
 _NO_WEIGHTS = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError)
 """What `torch.load` raises for files that are none of its own, or that have other objects than tensors."""
 
+_SMALL = 1 << 20
+
+_SCALARS = (type(None), bool, int, float, complex, str, bytes, bytearray)
+_OF_TORCH = (torch.Size, torch.dtype, torch.device, torch.layout)
+_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+
+KINDS = ("model", "optimizer")
+
 
 class DamagedError(ValueError):
     """A checkpoint is damaged. The message names the file and the cause."""
@@ -210,9 +218,6 @@ def _load(path: str, file: Any, *, mmap: bool = False) -> Any:
         raise NotLoadedError(path, f"expected tensors and plain data, found {what}") from None
 
 
-_SMALL = 1 << 20
-
-
 def _check_stored(path: str, data: bytes) -> None:
     """Raises NotLoadedError for an archive that takes much more memory than it has bytes: up to a thousand times.
 
@@ -336,11 +341,6 @@ def check_contents(url: str, manifest: Mapping[str, Any], *, only_weights: bool 
         _compare(path, entry, size, found.hexdigest())
 
 
-_SCALARS = (type(None), bool, int, float, complex, str, bytes, bytearray)
-_OF_TORCH = (torch.Size, torch.dtype, torch.device, torch.layout)
-_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
-
-
 def plain_state(
     value: Any, owner: str, *, of_scheduler: bool = False, on_tensor: Callable[[str, Tensor], Tensor] | None = None
 ) -> Any:
@@ -401,9 +401,6 @@ class _Conversion:
                 found._metadata = self.of(about, f"{path}._metadata")  # versions of modules, which loading needs
         self._around.remove(id(value))
         return found
-
-
-KINDS = ("model", "optimizer")
 
 
 def file_name(kind: str, rank: int) -> str:

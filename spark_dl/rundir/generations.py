@@ -35,6 +35,10 @@ _log = logging.getLogger("spark_dl")
 _CONFLICT_TRIES = 5
 _CONFLICT_WAIT_S = 0.2
 
+FOLDER = "generations"
+FORMAT = "spark_dl.generation"
+_MAX_TRIES = 1000
+
 
 def create_exclusively(url: str, content: bytes) -> bool:
     """Writes a file if it does not exist. Returns whether this call wrote it.
@@ -159,11 +163,6 @@ def _warn_not_exclusive(scheme: str, why: str) -> None:
         "%s:// cannot create a file exclusively (%s): two drivers that start at the same time on one run_dir can "
         "get the same generation; start them one after the other%s", scheme, why, install,
     )  # fmt: skip
-
-
-FOLDER = "generations"
-FORMAT = "spark_dl.generation"
-_MAX_TRIES = 1000
 
 
 def start_generation(run_dir: str, *, after: int = 0, run_id: str | None = None) -> int:

@@ -59,6 +59,11 @@ _SMALL_FILES = {
 _TRIAL = re.compile(r"\d{4,}(-fold-\d+)?")
 _SHARD_SET = re.compile(r"train|train-.+|validation|evaluate-[0-9a-f]{8}")
 
+READ, WRITE = "cannot read the run_dir", "cannot write to the run_dir"
+"""Beginnings of the messages about errors of a run folder's storage."""
+_LISTED = 10
+"""Checkpoints in an error."""
+
 
 def trial_dir(run_dir: str, number: int, fold: int | None = None) -> str:
     """Returns the run folder of a trial, or of the training of one of its folds."""
@@ -184,12 +189,6 @@ def _check_links(run_dir: str, *, deep: bool) -> None:
                 storage.within(folder, name)
     for trial in trials if deep else ():
         _check_links(trial, deep=True)
-
-
-READ, WRITE = "cannot read the run_dir", "cannot write to the run_dir"
-"""Beginnings of the messages about errors of a run folder's storage."""
-_LISTED = 10
-"""Checkpoints in an error."""
 
 
 def begin_attempt(

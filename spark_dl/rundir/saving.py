@@ -30,6 +30,11 @@ from spark_dl.rundir.generations import read_run_id, superseded
 if TYPE_CHECKING:
     from spark_dl.parallel.mesh.state import MeshState
 
+_log = logging.getLogger("spark_dl")
+
+_PLACES = ("pipeline", "tensor")
+"""Settings that say which place in a mesh a rank has."""
+
 
 def mean_of(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the means of floating point tensors over the states that have them; other values of the first state."""
@@ -83,9 +88,6 @@ def random_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None,
     }
-
-
-_log = logging.getLogger("spark_dl")
 
 
 class NotWrittenError(RuntimeError):
@@ -290,10 +292,6 @@ def _delete_old(run_dir: str, config: Config, generation: int, in_use: str) -> N
                 checkpoint_files.delete(url)
     except OSError as error:
         _log.warning("cannot delete the checkpoints before the last %d of %s: %s", keep, run_dir, error)
-
-
-_PLACES = ("pipeline", "tensor")
-"""Settings that say which place in a mesh a rank has."""
 
 
 def load_rank_state(

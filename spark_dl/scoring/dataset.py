@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 _VECTOR = ("type", "size", "indices", "values")
 """The fields of a vector of Spark ML, as Arrow has it."""
 
+_TASK_BYTES = 128 << 20
+"""Decoded bytes of the row groups of a task, as its output is one batch."""
+_TASKS_PER_SLOT = 2
+
 
 def build_udf(scorer: Scorer, of_first_rows: Callable[[], Outputs] | None = None) -> Any:
     """Returns the function. Called on the driver. Raises ValueError for features that are fields of structs.
@@ -116,11 +120,6 @@ def _from_pandas(values: Any) -> pa.Array:
     if len(values) and hasattr(values.iloc[0], "toArray"):  # vectors of Spark ML
         return pa.array([np.asarray(v.toArray()) for v in values], pa.list_(pa.float64()))
     return pa.Array.from_pandas(values)
-
-
-_TASK_BYTES = 128 << 20
-"""Decoded bytes of the row groups of a task, as its output is one batch."""
-_TASKS_PER_SLOT = 2
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,9 @@ _DECODED_BYTES = 64 << 20
 _TRIED_ROWS = 1000
 """Rows of which the first two that training would keep tell what the model returns."""
 
+Outputs = dict[str, Tensor | Ragged]
+"""New columns by name, each (rows, ...)."""
+
 
 def pack(scorer: Scorer) -> bytes:
     """Pickles a scorer for tasks. Called on the driver. Raises ValueError for functions that cannot be pickled."""
@@ -136,10 +139,6 @@ def to_arrow(value: Tensor | Ragged) -> pa.Array:
         count = int(np.prod(lengths[:axis]))
         array = pa.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32) * lengths[axis], array)
     return array
-
-
-Outputs = dict[str, Tensor | Ragged]
-"""New columns by name, each (rows, ...)."""
 
 
 def trial(scorer: Scorer, of_first_rows: Callable[[], Outputs] | None = None) -> Outputs:

@@ -21,6 +21,10 @@ from typing import Any
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # nor a named pipe, which would block
 
+_OF_PATHS = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
+_OF_SETTINGS = (errno.ELOOP, errno.EROFS, errno.ENAMETOOLONG, errno.EINVAL)
+_OF_THE_SETUP = re.compile(r"no_?such_?bucket|bucket \S+ not found|unable to load lib", re.IGNORECASE)
+
 
 def make_folder(path: str, *, own: bool = False) -> None:
     """Creates a folder and its parents. Existing ones keep their mode. own: whether the group may only read it."""
@@ -105,11 +109,6 @@ def _group_bits(folder: str) -> int:
     """Returns what the group may do in a folder that is shared with it; 0 for a folder that is not."""
     found = os.stat(folder).st_mode
     return found & 0o070 if found & stat.S_ISGID else 0
-
-
-_OF_PATHS = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
-_OF_SETTINGS = (errno.ELOOP, errno.EROFS, errno.ENAMETOOLONG, errno.EINVAL)
-_OF_THE_SETUP = re.compile(r"no_?such_?bucket|bucket \S+ not found|unable to load lib", re.IGNORECASE)
 
 
 def error_class(error: Exception) -> type[ValueError] | type[RuntimeError]:

@@ -17,6 +17,20 @@ from typing import Any
 _POSITION = ("kind", "epoch", "step", "steps", "seconds", "time", "task", "rank", "host", "pid")
 """Fields of an event that are no metrics."""
 
+_log = logging.getLogger("spark_dl")
+
+Event = Mapping[str, Any]
+
+INTERVAL_S = 5.0
+"""Seconds between two calls."""
+_LONGEST_PAUSE_S = 60.0
+"""Longest time between two calls while they fail."""
+CLOSE_S = 30.0
+"""How long the end of a run waits for the last calls."""
+_MAX_EVENTS = 100_000
+"""Events that are kept while the calls fail. Then the oldest ones are dropped."""
+_AT_ONCE = 500
+
 
 def metrics_of(event: Mapping[str, Any]) -> dict[str, float]:
     """Returns the metrics of an event of a run, by name. Those of other events than `step` and `epoch` are empty.
@@ -72,21 +86,6 @@ def name_of(function: Any) -> str:
     """Returns the name of a function or a class, of the function in a partial, or of the class of another object."""
     inner = getattr(function, "func", function)
     return str(getattr(inner, "__qualname__", None) or type(inner).__name__)
-
-
-_log = logging.getLogger("spark_dl")
-
-Event = Mapping[str, Any]
-
-INTERVAL_S = 5.0
-"""Seconds between two calls."""
-_LONGEST_PAUSE_S = 60.0
-"""Longest time between two calls while they fail."""
-CLOSE_S = 30.0
-"""How long the end of a run waits for the last calls."""
-_MAX_EVENTS = 100_000
-"""Events that are kept while the calls fail. Then the oldest ones are dropped."""
-_AT_ONCE = 500
 
 
 class Background:

@@ -37,6 +37,11 @@ if TYPE_CHECKING:
 _PROBE_S = 5.0
 """How long a server may take to answer before it counts as down."""
 
+_log = logging.getLogger("spark_dl")
+
+_LONGEST_KEY, _LONGEST_VALUE = 250, 500
+_PARAMS_AT_ONCE, _METRICS_AT_ONCE = 100, 1000
+
 
 def connect(track: Track) -> tuple[MlflowClient, str]:
     """Returns a client, and the tracking URI. Called on the driver, before any data is read.
@@ -90,12 +95,6 @@ def explained(uri: str) -> Iterator[None]:
     except Exception as error:  # of HTTP, of a database or of MLflow
         why = without_secrets(uri, str(error))
         raise RuntimeError(f"track.mlflow: cannot use MLflow at {without_secrets(uri)}: {why}") from error
-
-
-_log = logging.getLogger("spark_dl")
-
-_LONGEST_KEY, _LONGEST_VALUE = 250, 500
-_PARAMS_AT_ONCE, _METRICS_AT_ONCE = 100, 1000
 
 
 @dataclass

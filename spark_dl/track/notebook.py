@@ -27,6 +27,22 @@ TRAINING, VALIDATION = "#2f81f7", "#e8730c"
 _WIDTH, _HEIGHT, _MARGIN = 1000, 300, 12
 """Of the drawing, in its own units. It is stretched to the width of the page."""
 
+_STROKE = 'fill="none" vector-effect="non-scaling-stroke"'
+_FRAME = "max-width:42em;font-size:13px;line-height:1.5"
+_LEGEND = "display:flex;flex-wrap:wrap;column-gap:1.5em"
+_GRID = "display:grid;grid-template-columns:auto minmax(0,1fr);column-gap:.6em"
+_Y_LABELS = "display:flex;flex-direction:column;justify-content:space-between;text-align:right;opacity:.7"
+_X_LABELS = "display:flex;justify-content:space-between;opacity:.7"
+_PICTURE = "display:block;width:100%;height:11em"
+
+_BAR_S = 0.1
+"""Seconds between two states of a bar of text."""
+_STEP_S, _EPOCH_S = 1.0, 0.25
+"""Seconds between two pictures, for the loss of steps and of validation."""
+
+_ENDS = 25
+"""Epochs at each end of the table."""
+
 
 class Points:
     """The points of a line. Neighbors are merged, so that there are at most `MAX_POINTS`, and that none weighs less.
@@ -119,15 +135,6 @@ def draw(lines: Sequence[Line], *, x_name: str, x_end: float = 0) -> str:
     )
 
 
-_STROKE = 'fill="none" vector-effect="non-scaling-stroke"'
-_FRAME = "max-width:42em;font-size:13px;line-height:1.5"
-_LEGEND = "display:flex;flex-wrap:wrap;column-gap:1.5em"
-_GRID = "display:grid;grid-template-columns:auto minmax(0,1fr);column-gap:.6em"
-_Y_LABELS = "display:flex;flex-direction:column;justify-content:space-between;text-align:right;opacity:.7"
-_X_LABELS = "display:flex;justify-content:space-between;opacity:.7"
-_PICTURE = "display:block;width:100%;height:11em"
-
-
 def _mark(line: Line, places: Sequence[Point]) -> str:
     """Returns the SVG of a line and of its dots, which are lines of no length, so that they stay round."""
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
@@ -151,12 +158,6 @@ def _share(value: float, low: float, high: float, *, is_log: bool) -> float:
     if is_log:
         value, low, high = math.log(value), math.log(low), math.log(high)
     return (value - low) / (high - low or 1)
-
-
-_BAR_S = 0.1
-"""Seconds between two states of a bar of text."""
-_STEP_S, _EPOCH_S = 1.0, 0.25
-"""Seconds between two pictures, for the loss of steps and of validation."""
 
 
 def is_notebook() -> bool:
@@ -339,7 +340,3 @@ def _table_of_epochs(history: Sequence[Mapping[str, Any]]) -> str:
         '<div style="overflow-x:auto"><table style="font-size:12px">'
         f'<tr style="overflow-wrap:anywhere">{head}</tr>{"".join(rows)}</table></div></details>'
     )
-
-
-_ENDS = 25
-"""Epochs at each end of the table."""

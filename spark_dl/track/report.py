@@ -26,6 +26,27 @@ from spark_dl.track import plots
 from spark_dl.track.run_log import PREPARING, Attempt, Line, RunLog, last_sign, number, read_run
 from spark_dl.track.time_split import LEAST_INTERVALS, PARTS, Straggler, TimeSplit, find_stragglers, split_of
 
+_MOST_RANKS = 32
+"""Number of ranks with a bar."""
+
+Floats = npt.NDArray[np.float64]
+MOST_POINTS = 600
+"""Points of a curve. With more, neighbors are replaced by their mean."""
+_MOST_METRICS = 8
+_MOST_TICKS = 8
+_COLORS = {
+    "training": "#00a011", "epoch": "#00a012", "validation": "#00a013",
+    **{part: f"#00a02{i}" for i, part in enumerate(PARTS)},
+}  # fmt: skip
+"""Colors that matplotlib writes, and that are replaced by variables."""
+
+FILE = "report.html"
+_MARK = "<!-- a report of spark_dl -->"
+_MOST_ATTEMPTS = 3
+"""Number of attempts whose times are shown."""
+_MOST_LEFT_OUT = 8
+"""Number of steps that are listed."""
+
 
 def text(value: Any) -> str:
     if value is None:
@@ -54,10 +75,6 @@ def duration(seconds: float) -> str:
         return f"{seconds:.3g} s"
     minutes, hours = int(seconds / 60), int(seconds / 3600)
     return f"{minutes} min {seconds % 60:.0f} s" if hours < 1 else f"{hours} h {minutes % 60} min"
-
-
-_MOST_RANKS = 32
-"""Number of ranks with a bar."""
 
 
 @dataclass(frozen=True)
@@ -186,18 +203,6 @@ def _straggler_text(attempt: Attempt, slow: Straggler) -> str:
         f"other ranks, in {slow.intervals} of {slow.of} log lines (steps {slow.first_step:,} to {slow.last_step:,}). "
         f"It took {duration(slow.surplus_s)} longer, {what}."
     )
-
-
-Floats = npt.NDArray[np.float64]
-MOST_POINTS = 600
-"""Points of a curve. With more, neighbors are replaced by their mean."""
-_MOST_METRICS = 8
-_MOST_TICKS = 8
-_COLORS = {
-    "training": "#00a011", "epoch": "#00a012", "validation": "#00a013",
-    **{part: f"#00a02{i}" for i, part in enumerate(PARTS)},
-}  # fmt: skip
-"""Colors that matplotlib writes, and that are replaced by variables."""
 
 
 @dataclass(frozen=True)
@@ -339,14 +344,6 @@ def _epochs_on_top(axes: Any, epochs: Sequence[Line]) -> None:
 def _metrics(line: Line) -> Mapping[str, Any]:
     found = line.get("metrics")
     return found if isinstance(found, dict) else {}
-
-
-FILE = "report.html"
-_MARK = "<!-- a report of spark_dl -->"
-_MOST_ATTEMPTS = 3
-"""Number of attempts whose times are shown."""
-_MOST_LEFT_OUT = 8
-"""Number of steps that are listed."""
 
 
 def report(run_dir: str | os.PathLike[str], path: str | os.PathLike[str] | None = None) -> str:

@@ -23,6 +23,15 @@ LEAST_SHARE = 0.05
 """A straggler's surplus is more than this share of the time."""
 _MANY = 16
 
+FACTOR = 1.5
+"""A slow rank is busy for longer than this times the median of the other ranks."""
+INTERVALS = 4
+"""It is so in this many intervals in a row."""
+INTERVAL_S = 0.5
+"""Shortest interval. Shorter log lines are added up, as the times of a few milliseconds say nothing."""
+SHARE = 0.2
+"""Its surplus is more than this share of the time."""
+
 
 @dataclass(frozen=True)
 class TimeSplit:
@@ -146,16 +155,6 @@ def _in_a_row(slow: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
                 kept[start:i] = True
             start = i + 1
     return kept
-
-
-FACTOR = 1.5
-"""A slow rank is busy for longer than this times the median of the other ranks."""
-INTERVALS = 4
-"""It is so in this many intervals in a row."""
-INTERVAL_S = 0.5
-"""Shortest interval. Shorter log lines are added up, as the times of a few milliseconds say nothing."""
-SHARE = 0.2
-"""Its surplus is more than this share of the time."""
 
 
 @dataclass(frozen=True)

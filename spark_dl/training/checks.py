@@ -37,6 +37,17 @@ from spark_dl.world import World
 _TOLERANCE, _TOLERANCE_ON_GPU = 1e-5, 1e-3
 """Relative differences that are rounding. On a GPU, batches of other sizes have other kernels, in TF32 as well."""
 
+_TAKE_SPARSE = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
+
+_CHUNK = 1 << 18
+"""Elements that are hashed at a time, so that a hash needs a few MiB."""
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+"""2^64 divided by the golden ratio, an odd number whose multiples have well mixed bits; as a signed number."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Key = tuple[str, str]
+"""Name of a tensor, and what a rank has of it. Ranks with the same key must have the same elements."""
+
 
 def check_batch_loss(
     spec: ModelSpec, model: nn.Module, batch: Batch, config: Config, *, call: Call | None = None
@@ -90,9 +101,6 @@ def _loss_and_count(
 
 def _gpus(model: nn.Module) -> list[int]:
     return sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-
-
-_TAKE_SPARSE = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
 
 
 def check_sparse(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, config: Config) -> None:
@@ -225,16 +233,6 @@ class ExpertBalance:
                     "dropped": round(dropped / chosen, 6),
                 }
         return {"expert_load": load} if load else {}
-
-
-_CHUNK = 1 << 18
-"""Elements that are hashed at a time, so that a hash needs a few MiB."""
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
-"""2^64 divided by the golden ratio, an odd number whose multiples have well mixed bits; as a signed number."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-Key = tuple[str, str]
-"""Name of a tensor, and what a rank has of it. Ranks with the same key must have the same elements."""
 
 
 class ReplicaDriftError(RuntimeError):

@@ -39,6 +39,8 @@ MIN_LOSS_SCALE = 1e-4
 _NEVER = 2**62
 _ADVICE = "Try a lower train.lr, train.clip_grad_norm, train.warmup_steps, or train.precision float32"
 
+_log = logging.getLogger("spark_dl")
+
 
 @dataclass(frozen=True, order=True)
 class Finding:
@@ -315,9 +317,6 @@ def named_tensors(state: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(state, Sequence) and not isinstance(state, str):
         for i, value in enumerate(state):
             yield from named_tensors(value, f"{prefix}.{i}")
-
-
-_log = logging.getLogger("spark_dl")
 
 
 def warn_of_late_checkpoints(config: Config) -> None:

@@ -24,6 +24,10 @@ from spark_dl.rundir import checkpoint, signing
 from spark_dl.rundir.checkpoint import load_into, load_weights
 from spark_dl.spec import FUNCTIONS, ModelSpec, Run
 
+_log = logging.getLogger("spark_dl")
+_PYTHON = "python"
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis))
+
 
 @dataclass(frozen=True)
 class InitialWeights:
@@ -110,11 +114,6 @@ def _check_fits(weights: InitialWeights) -> None:
         except Exception:
             return
         weights.load_into(model)
-
-
-_log = logging.getLogger("spark_dl")
-_PYTHON = "python"
-_PLAIN = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis))
 
 
 def code_of(spec: ModelSpec) -> dict[str, str]:

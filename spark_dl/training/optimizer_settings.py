@@ -28,6 +28,16 @@ from spark_dl.parallel.trainable import build_optimizer
 from spark_dl.rundir.checkpoint import plain_name
 from spark_dl.rundir.checkpoint_files import plain_state
 
+_log = logging.getLogger("spark_dl")
+_RATES = ("lr", "initial_lr")
+_BY_GROUP = (
+    "base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas",
+)  # fmt: skip
+"""What torch's schedulers hold in a list with an item for each group."""
+_WITH_STATE = ("amsgrad", "centered", "momentum")
+"""Settings of torch's optimizers for which they have a further state in each parameter, from its first step on."""
+_SHOWN = 4
+
 
 class Schedule:
     """A scheduler and a linear warm-up. The warm-up is a factor during the step, so it works with any scheduler.
@@ -143,17 +153,6 @@ def check_optimization(config: Config) -> None:
     except Exception as error:
         name, args = type(scheduler).__name__, config.train.scheduler_args
         raise ValueError(f"train.scheduler_args: {name} fails with {args}: {type(error).__name__}: {error}") from error
-
-
-_log = logging.getLogger("spark_dl")
-_RATES = ("lr", "initial_lr")
-_BY_GROUP = (
-    "base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas",
-)  # fmt: skip
-"""What torch's schedulers hold in a list with an item for each group."""
-_WITH_STATE = ("amsgrad", "centered", "momentum")
-"""Settings of torch's optimizers for which they have a further state in each parameter, from its first step on."""
-_SHOWN = 4
 
 
 def group_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:

@@ -37,6 +37,8 @@ _MODULES = ("torchmetrics", "torchmetrics.classification", "torchmetrics.regress
 _OWN_ARGUMENTS = ("class", "label", "output")
 """Arguments of `train.metrics` that select what the metric sees; all others are those of the class."""
 
+_ROWS = 8
+
 
 @dataclass
 class RowMetric:
@@ -193,9 +195,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-_ROWS = 8
 
 
 def better(name: str, spec: ModelSpec | None, config: Config) -> Mode | None:

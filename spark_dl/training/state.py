@@ -38,6 +38,8 @@ from spark_dl.world import World, no_driver
 
 _LAST_WAIT_S = 5.0
 
+_log = logging.getLogger("spark_dl")
+
 
 class StateCopy:
     """Copies a state of tensors and plain data to the memory of the host, into the tensors of the last copy."""
@@ -112,9 +114,6 @@ class BackgroundSave:
             self._thread.join(_LAST_WAIT_S)
             with contextlib.suppress(BaseException):
                 self.take(wait=False)
-
-
-_log = logging.getLogger("spark_dl")
 
 
 @dataclass

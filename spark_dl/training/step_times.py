@@ -43,6 +43,11 @@ Times = npt.NDArray[np.float64]
 _MOST_VALUES = 4096
 """Largest number of values for groups of steps that travel with a log line. With more ranks, steps share a value."""
 
+_log = logging.getLogger("spark_dl")
+
+_WARMUP_STEPS = 1
+"""Steps before the first one during which the profiler runs and records nothing, as its start is slow."""
+
 
 class StepTimer:
     """Times of the steps since the last log line, of this rank, or of all ranks on a driver that trains for them."""
@@ -189,12 +194,6 @@ def split_times(times: Times, seconds: float) -> dict[str, Any]:
 def _rounded(values: Times) -> list[float]:
     """Microseconds are enough, and short in a file."""
     return [round(value, 6) for value in values.tolist()]
-
-
-_log = logging.getLogger("spark_dl")
-
-_WARMUP_STEPS = 1
-"""Steps before the first one during which the profiler runs and records nothing, as its start is slow."""
 
 
 class StepProfile:

@@ -38,6 +38,9 @@ Spec: TypeAlias = ModelSpec | Callable[..., ModelSpec]
 TUNED = ("train", "parallel", "loader", "checkpoint", "faults")
 """Sections whose settings can differ between trials. The others define the dataset and the ranks."""
 
+_WAIT_S = 0.5
+"""How long a group without work waits before it asks again."""
+
 
 @dataclass(frozen=True)
 class Order:
@@ -125,10 +128,6 @@ def spec_of(spec: Spec, arguments: Mapping[str, Any]) -> ModelSpec:
     if not isinstance(found, ModelSpec):
         raise ValueError(f"spec: expected a function that returns a ModelSpec, it returned {found!r:.200}")
     return found
-
-
-_WAIT_S = 0.5
-"""How long a group without work waits before it asks again."""
 
 
 def run_trials(run: Run, spec: Spec, *, report: Reporter) -> RankResult:

@@ -34,6 +34,24 @@ from spark_dl.trials.rank import TUNED, Order, Spec, begin, spec_of, split_value
 if TYPE_CHECKING:
     import optuna
 
+State = Literal["complete", "pruned", "failed"]
+Direction = Literal["minimize", "maximize"]
+
+_log = logging.getLogger("spark_dl")
+
+RUN, RUN_DIR, GOAL, VALUES, RESULTS, ERROR, RETRY_OF = (
+    f"spark_dl:{name}" for name in ("run", "run_dir", "goal", "values", "results", "error", "retry_of")
+)
+"""Attributes of the trials of a study. `run` is the id of the whole run, whose folder can be moved, and `run_dir` the
+folder then. `goal` is what the values of trials need to have in common."""
+
+_COMPARED = ("data", "sequences", "train", "parallel")
+"""Sections that decide what a trial trains."""
+_HARMLESS = ("log_every", "check_replicas_every", "check_batch_loss", "compile", "channels_last")
+"""Settings of `train` that change no value of a trial."""
+
+Check = Callable[[ModelSpec, Config], None]
+
 
 def train_listed(
     spark: Any,
@@ -124,10 +142,6 @@ class _SpecOf:
         return self._specs[number]
 
 
-State = Literal["complete", "pruned", "failed"]
-Direction = Literal["minimize", "maximize"]
-
-
 @dataclass(frozen=True)
 class TrialResult:
     """One trial of `tune`."""
@@ -209,22 +223,6 @@ def history_of(run_dir: str) -> list[dict[str, Any]]:
     """Returns the history of a training, as in its `TrainResult`, from its run folder. Called on the driver."""
     lines = [line for line in metrics.read_metrics(run_dir) if line["kind"] == "epoch"]
     return [{name: line[name] for name in ("epoch", "train_loss", "metrics")} for line in lines]
-
-
-_log = logging.getLogger("spark_dl")
-
-RUN, RUN_DIR, GOAL, VALUES, RESULTS, ERROR, RETRY_OF = (
-    f"spark_dl:{name}" for name in ("run", "run_dir", "goal", "values", "results", "error", "retry_of")
-)
-"""Attributes of the trials of a study. `run` is the id of the whole run, whose folder can be moved, and `run_dir` the
-folder then. `goal` is what the values of trials need to have in common."""
-
-_COMPARED = ("data", "sequences", "train", "parallel")
-"""Sections that decide what a trial trains."""
-_HARMLESS = ("log_every", "check_replicas_every", "check_batch_loss", "compile", "channels_last")
-"""Settings of `train` that change no value of a trial."""
-
-Check = Callable[[ModelSpec, Config], None]
 
 
 @dataclass(frozen=True)

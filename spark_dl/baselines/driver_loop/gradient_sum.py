@@ -27,6 +27,16 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
+_ARRAYS = {
+    f"numpy.{core}.{name}"
+    for core in ("_core", "core")
+    for name in ("multiarray._reconstruct", "multiarray.scalar", "numeric._frombuffer")
+}
+_NAMES = frozenset({
+    "spark_dl.baselines.driver_loop.gradient_sum.GradientSum", "spark_dl.training.finite.Finding",
+    "numpy.ndarray", "numpy.dtype", *_ARRAYS,
+})  # fmt: skip
+
 
 @dataclass
 class GradientSum:
@@ -133,17 +143,6 @@ def set_gradient(total: GradientSum, parameters: Sequence[nn.Parameter]) -> None
     chunks = torch.from_numpy(total.gradient).split([p.numel() for p in parameters])
     for parameter, chunk, is_used in zip(parameters, chunks, total.used, strict=True):
         parameter.grad = chunk.view(parameter.shape).to(parameter.dtype) if is_used else None
-
-
-_ARRAYS = {
-    f"numpy.{core}.{name}"
-    for core in ("_core", "core")
-    for name in ("multiarray._reconstruct", "multiarray.scalar", "numeric._frombuffer")
-}
-_NAMES = frozenset({
-    "spark_dl.baselines.driver_loop.gradient_sum.GradientSum", "spark_dl.training.finite.Finding",
-    "numpy.ndarray", "numpy.dtype", *_ARRAYS,
-})  # fmt: skip
 
 
 class _Unpickler(pickle.Unpickler):

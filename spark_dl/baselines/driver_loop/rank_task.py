@@ -51,6 +51,13 @@ _MAX_STEPS_PASSED_BY = 64
 
 VERSIONS = (("torch", torch.__version__), ("spark_dl", __version__))
 
+# NOTE: the only global state of the package: in Spark nothing else outlives a task. After
+# `launch.collective_timeout_s` without a task, the longest time of a step, a timer ends the threads and frees the
+# memory, even if the driver was lost. A shorter time would drop this state in every step on slow links.
+_LOCK = threading.Lock()
+_KEPT: dict[str, _Kept] = {}
+_TIMERS: list[threading.Timer] = []
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -215,14 +222,6 @@ class _OpenLoader:
         if self._next is not None:
             self._steps.close()
             self._next = None
-
-
-# NOTE: the only global state of the package: in Spark nothing else outlives a task. After
-# `launch.collective_timeout_s` without a task, the longest time of a step, a timer ends the threads and frees the
-# memory, even if the driver was lost. A shorter time would drop this state in every step on slow links.
-_LOCK = threading.Lock()
-_KEPT: dict[str, _Kept] = {}
-_TIMERS: list[threading.Timer] = []
 
 
 @contextlib.contextmanager

@@ -21,6 +21,9 @@ from spark_dl.channel import Port, connect_to_rank
 from spark_dl.config import Config
 from spark_dl.world import World
 
+OnUpdate = Callable[[Sequence[Gradient], Sequence[Mapping[str, Any]]], str | None]
+"""(gradients of an update, the head of each gradient's message) -> the reason to pause, or None."""
+
 
 @dataclass(frozen=True)
 class Roles:
@@ -86,10 +89,6 @@ def connect_all(world: World, roles: Roles, config: Config, most_numbers: int) -
         wire.close()
         raise
     return wire
-
-
-OnUpdate = Callable[[Sequence[Gradient], Sequence[Mapping[str, Any]]], str | None]
-"""(gradients of an update, the head of each gradient's message) -> the reason to pause, or None."""
 
 
 class LeadServer:

@@ -50,6 +50,9 @@ from spark_dl.training.finite import WEIGHT, Finding, NotFiniteError, is_finite
 from spark_dl.training.state import seed_generators
 from spark_dl.world import World
 
+_COUNTS = ("step", "global_step", "rows", "epoch_rows", "loss_sum")
+"""Fields of the progress that only the first server knows before a pause."""
+
 
 def train(run: Run, world: World) -> dict[str, Any]:
     """Trains as one rank, a trainer or a server. Collective. Returns the same on every rank.
@@ -97,10 +100,6 @@ class _ServerState:
         gradients = sum(counts.values())
         mean = sum(staleness * count for staleness, count in counts.items()) / gradients if gradients else 0.0
         return {"mean": mean, "max": max(counts, default=0), "counts": self.staleness, "discarded": self.discarded}
-
-
-_COUNTS = ("step", "global_step", "rows", "epoch_rows", "loss_sum")
-"""Fields of the progress that only the first server knows before a pause."""
 
 
 class _ServedTraining:

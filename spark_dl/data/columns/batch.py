@@ -21,6 +21,13 @@ from spark_dl.config import Data
 from spark_dl.data.columns.ragged import Array, Ragged, concatenate, from_lengths, pad, padded_bytes
 from spark_dl.data.columns.schema import Column
 
+_MIB = 1 << 20
+WEIGHT_BYTES, _OFFSET_BYTES = 4, 8
+
+Batch = dict[str, Tensor]
+Prepare = Callable[[Batch, Sequence[int]], Mapping[str, Tensor]]
+"""(batch, unique key of integers) -> the batch for the model."""
+
 
 def cast_columns(columns: Sequence[Column], cast: Mapping[str, str]) -> tuple[Column, ...]:
     """Returns the columns as they are in a batch, with the dtypes of `data.cast`."""
@@ -100,14 +107,6 @@ def row_weights(name: str, cells: Array | Ragged, is_true_row: Array) -> Array:
         raise ValueError(f"data.weight: expected finite weights >= 0 in column {name!r}, found {bad}")
     found: Array = weights * is_true_row
     return found
-
-
-_MIB = 1 << 20
-WEIGHT_BYTES, _OFFSET_BYTES = 4, 8
-
-Batch = dict[str, Tensor]
-Prepare = Callable[[Batch, Sequence[int]], Mapping[str, Tensor]]
-"""(batch, unique key of integers) -> the batch for the model."""
 
 
 @dataclass(frozen=True)

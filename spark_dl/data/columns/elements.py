@@ -17,6 +17,10 @@ from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.ragged import Array
 from spark_dl.data.columns.source import NO_NULLS, BadCellsError, Shape, SourceColumn, fill_scalar
 
+_NS = {"D": 86_400_000_000_000, "s": 1_000_000_000, "ms": 1_000_000, "us": 1000, "ns": 1}
+_LARGEST = np.iinfo(np.int64).max
+_A_CELL = {"array": "an array", "vector": "a vector"}
+
 
 def leaf_type(arrow: pa.DataType) -> pa.DataType:
     """The type of the innermost elements: of nested arrays, of a vector, or the type itself."""
@@ -143,11 +147,6 @@ def string_indices(column: SourceColumn, strings: pa.Array, lookup: Lookup) -> A
         word = distinct.cast(pa.large_binary())[int(rows[row])].as_py().decode(errors="backslashreplace")
         raise BadCellsError(column.name, row, f"{word!r:.80}", expected)
     return indices
-
-
-_NS = {"D": 86_400_000_000_000, "s": 1_000_000_000, "ms": 1_000_000, "us": 1000, "ns": 1}
-_LARGEST = np.iinfo(np.int64).max
-_A_CELL = {"array": "an array", "vector": "a vector"}
 
 
 def numbers(column: SourceColumn, values: pa.Array, lookup: Lookup | None = None) -> Array:

@@ -22,6 +22,8 @@ from spark_dl.data.columns.source import BadCellsError, Shape, SourceColumn
 
 Mask = npt.NDArray[np.bool_]
 
+_DEFAULT_COUNTS = {"min_count": 1, "max_size": MAX_VOCABULARY}
+
 
 @dataclass(frozen=True)
 class Changes:
@@ -54,9 +56,6 @@ class Rules:
             if not isinstance(plain[key], Mapping):
                 raise ValueError(f"rules: found the {key} {plain[key]!r:.200}, expected a mapping of columns")
         return cls(**plain)
-
-
-_DEFAULT_COUNTS = {"min_count": 1, "max_size": MAX_VOCABULARY}
 
 
 def rules_of(data: Data, known: Collection[str] = ()) -> Rules:

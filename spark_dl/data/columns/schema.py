@@ -23,6 +23,10 @@ from spark_dl.data.columns.source import SourceColumn
 
 MAX_GROUP_BYTES = 2**31 - 1
 
+OWN_CODECS = ("scalar", "ndarray", "list", "binary", "image")
+"""Codecs of our own shards."""
+_ADDED = ("mode", "orientation", "interpolation", "formats", "source_type")
+
 
 @dataclass(frozen=True)
 class Column:
@@ -142,9 +146,6 @@ def _is_shape(value: tuple[Any, ...]) -> bool:
     return is_short and all(type(n) is int and n >= 0 for n in inner) and math.prod(inner) <= MAX_GROUP_BYTES
 
 
-OWN_CODECS = ("scalar", "ndarray", "list", "binary", "image")
-"""Codecs of our own shards."""
-_ADDED = ("mode", "orientation", "interpolation", "formats", "source_type")
 _IS_VALUE: Mapping[str, Callable[[Any], bool]] = {
     "name": lambda v: type(v) is str and v != "",
     "dtype": _is_dtype,

@@ -38,6 +38,16 @@ VERSION = 3
 _FIRST_WITH_CRC32 = 3
 CANNOT_WRITE = "cannot write to"
 
+_PROBE = "_probe"
+"""A file that is written to check for write access."""
+STORED = "part-stored.json"
+"""The file with the URL of shards in a store, instead of shards."""
+SOURCE = "_source.json"
+"""The file that says which DataFrame a run has written, by which a resumed run knows it again."""
+_OWN_SHARD = re.compile(r"part-[0-9a-f]{8}-(\d{4,}|(joined-)?\d{5,}-\d+-\d{4,})\.parquet")
+"""Names of shards by `write_arrays` and `write_shards`. Files of Spark and pyarrow also start with `part-`."""
+_OWN_NAMES = (MANIFEST, petastorm_metadata.COMMON_METADATA, _PROBE, STORED, SOURCE)
+
 
 def read_shards(url: str | os.PathLike[str]) -> ShardSet:
     """Opens a dataset by its manifest. Called on the driver.
@@ -190,17 +200,6 @@ def _counts_from_plain(plain: Mapping[str, Any], what: str) -> dict[str, tuple[i
                 f"the shard {plain['name']!r:.200}: found the invalid {what} {counts!r:.200} of {name!r:.99}"
             )
     return {name: tuple(counts) for name, counts in found.items()}
-
-
-_PROBE = "_probe"
-"""A file that is written to check for write access."""
-STORED = "part-stored.json"
-"""The file with the URL of shards in a store, instead of shards."""
-SOURCE = "_source.json"
-"""The file that says which DataFrame a run has written, by which a resumed run knows it again."""
-_OWN_SHARD = re.compile(r"part-[0-9a-f]{8}-(\d{4,}|(joined-)?\d{5,}-\d+-\d{4,})\.parquet")
-"""Names of shards by `write_arrays` and `write_shards`. Files of Spark and pyarrow also start with `part-`."""
-_OWN_NAMES = (MANIFEST, petastorm_metadata.COMMON_METADATA, _PROBE, STORED, SOURCE)
 
 
 def prepare_folder(url: str, overwrite: bool) -> list[str]:

@@ -22,6 +22,18 @@ from spark_dl.data.columns.schema import Column
 from spark_dl.data.parquet.filters import Filtered
 from spark_dl.data.plan import Ints
 
+_FILES = pa.schema(
+    [
+        ("name", pa.string()),
+        ("bytes", pa.int64()),
+        ("sha256", pa.string()),
+        ("footer_bytes", pa.int64()),
+        ("footer_crc32", pa.int64()),
+        ("partition", pa.map_(pa.string(), pa.string())),
+    ]
+)
+NOT_KNOWN = -1
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -46,19 +58,6 @@ class Shard:
     @property
     def rows(self) -> int:
         return sum(self.row_groups)
-
-
-_FILES = pa.schema(
-    [
-        ("name", pa.string()),
-        ("bytes", pa.int64()),
-        ("sha256", pa.string()),
-        ("footer_bytes", pa.int64()),
-        ("footer_crc32", pa.int64()),
-        ("partition", pa.map_(pa.string(), pa.string())),
-    ]
-)
-NOT_KNOWN = -1
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,8 +31,8 @@ from spark_dl.config.checks import suggestion
 from spark_dl.data.dataset.manifest import MANIFEST, is_own_shard
 from spark_dl.data.dataset.records import Shard, ShardSet
 from spark_dl.data.parquet import file as parquet_file
+from spark_dl.data.parquet.buffers import ByteBudget
 from spark_dl.data.parquet.calendar import RebasedFile, may_change
-from spark_dl.data.parquet.file import ByteBudget
 from spark_dl.data.parquet.filters import (
     NULL_PARTITION,
     AnyOf,
@@ -51,6 +51,34 @@ from spark_dl.data.parquet.page_index import IndexedFile
 
 MOST_ROWS = (1 << 31) - 1
 """The most rows of a row group. A damaged or hostile footer can claim any number, and memory would be taken for it."""
+
+_NOT_WHOLE = {
+    "_temporary": "a Spark job is writing there or was killed; wait until it ends, or write the dataset again",
+    ".spark-staging-": "a Spark job is writing there or was killed; wait until it ends, or write the dataset again",
+    "_spark_metadata": "a streaming query wrote it, and its log lists the valid files; read it with Spark",
+    "_delta_log": "it is a Delta table, whose log lists the valid files; read it with Spark",
+    ".hoodie": "it is a Hudi table, whose timeline lists the valid files; read it with Spark",
+}
+"""Hidden folders, by the start of their names, which mean that not all files beside them are valid data."""
+_ICEBERG = "it is an Iceberg table, whose metadata lists the valid files of each snapshot; read it with Spark"
+_ICEBERG_METADATA = re.compile(r"(.*/)?metadata/[^/]*\.metadata\.json(\.gz)?")
+
+_OWNERS = (
+    (
+        {"commits", "offsets", "metadata"},
+        "the checkpoint of a streaming query, which needs it to go on; set the query's checkpointLocation to a folder "
+        "outside of the data, and move it there",
+    ),
+    (
+        {"checkpoints", "config.yaml"},
+        "a run folder of spark_dl; choose a run_dir outside of the data, and move it there",
+    ),
+)
+"""Folders that are not data, by the names that they contain, and what to do with each. To delete their files would
+break the query or the run that needs them."""
+
+_log = logging.getLogger("spark_dl")
+_READERS = 16
 
 
 @dataclass(frozen=True)
@@ -118,18 +146,6 @@ def parents_of(url: str) -> list[str]:
 def _is_hidden(name: str) -> bool:
     """Returns whether Spark skips a file or folder of this name. `_day=5` is a partition."""
     return name.startswith(".") or (name.startswith("_") and "=" not in name)
-
-
-_NOT_WHOLE = {
-    "_temporary": "a Spark job is writing there or was killed; wait until it ends, or write the dataset again",
-    ".spark-staging-": "a Spark job is writing there or was killed; wait until it ends, or write the dataset again",
-    "_spark_metadata": "a streaming query wrote it, and its log lists the valid files; read it with Spark",
-    "_delta_log": "it is a Delta table, whose log lists the valid files; read it with Spark",
-    ".hoodie": "it is a Hudi table, whose timeline lists the valid files; read it with Spark",
-}
-"""Hidden folders, by the start of their names, which mean that not all files beside them are valid data."""
-_ICEBERG = "it is an Iceberg table, whose metadata lists the valid files of each snapshot; read it with Spark"
-_ICEBERG_METADATA = re.compile(r"(.*/)?metadata/[^/]*\.metadata\.json(\.gz)?")
 
 
 def _check_whole(url: str, names: Sequence[str]) -> None:
@@ -223,21 +239,6 @@ def read_footer(url: str, is_folder: bool, names: Sequence[str], name: str, size
     except (pa.ArrowException, OSError) as error:
         advice = _owner_of(url, name) or "remove files that are not data, or write the dataset again"
         raise ValueError(f"{path} ({size} bytes) is not a readable Parquet file: {error}; {advice}") from error
-
-
-_OWNERS = (
-    (
-        {"commits", "offsets", "metadata"},
-        "the checkpoint of a streaming query, which needs it to go on; set the query's checkpointLocation to a folder "
-        "outside of the data, and move it there",
-    ),
-    (
-        {"checkpoints", "config.yaml"},
-        "a run folder of spark_dl; choose a run_dir outside of the data, and move it there",
-    ),
-)
-"""Folders that are not data, by the names that they contain, and what to do with each. To delete their files would
-break the query or the run that needs them."""
 
 
 def _owner_of(url: str, name: str) -> str:
@@ -357,10 +358,6 @@ def is_view(arrow: pa.DataType, of: str) -> bool:
 def without_values(arrow: pa.DataType | None) -> bool:
     """Whether a column has only nulls in a file, whose writer did not know its type."""
     return arrow is not None and pa.types.is_null(arrow)
-
-
-_log = logging.getLogger("spark_dl")
-_READERS = 16
 
 
 def leaves_out_rows(shards: ShardSet, config: Config) -> bool:

@@ -21,7 +21,7 @@ from spark_dl.data.dataset.memory import check_memory, decoding_bytes, memory_se
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.row_names import describe_rows, rows_of_step
 from spark_dl.data.load.window_reader import Arena, Schedule, WindowReader
-from spark_dl.data.parquet.file import PrefetchBudget
+from spark_dl.data.parquet.buffers import PrefetchBudget
 from spark_dl.data.plan import Ints, Plan, Split, check_held_out, streams_of_rank
 from spark_dl.data.read.rows import HELD_ROW_GROUPS, Limits
 from spark_dl.data.read.sequences import build_rows

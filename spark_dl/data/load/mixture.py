@@ -21,7 +21,7 @@ from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.memory import memory_setting
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.loader import READY_SHARE, Loader, read_ahead
-from spark_dl.data.parquet.file import PrefetchBudget
+from spark_dl.data.parquet.buffers import PrefetchBudget
 from spark_dl.data.plan import Plan
 
 

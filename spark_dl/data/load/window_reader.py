@@ -21,10 +21,15 @@ import numpy as np
 
 from spark_dl.data.columns.ragged import Array, Ragged, concatenate, copy_rows, from_lengths
 from spark_dl.data.columns.schema import Column
-from spark_dl.data.parquet.file import BufferPool
+from spark_dl.data.parquet.buffers import BufferPool
 from spark_dl.data.plan import Ints, Stream, Window, windows_from
 from spark_dl.data.read.rows import Rows
 from spark_dl.data.read.sequences import SequenceRows
+
+_EXIT_WAIT_S = 5.0
+_STALLED_WAIT_S = 0.1
+"""How long threads are waited for that may never come back from the storage."""
+_READERS: weakref.WeakSet[WindowReader] = weakref.WeakSet()
 
 
 class Arena:
@@ -163,12 +168,6 @@ class Schedule:
         if not has_rows:
             last = stream.windows[-1] if stream.windows else Window((stream.filler,), 0, None)
             yield Read(max(self.start_step, (last.first + last.rows) // self.batch), number, last, last.rows)
-
-
-_EXIT_WAIT_S = 5.0
-_STALLED_WAIT_S = 0.1
-"""How long threads are waited for that may never come back from the storage."""
-_READERS: weakref.WeakSet[WindowReader] = weakref.WeakSet()
 
 
 @atexit.register

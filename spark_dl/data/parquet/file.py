@@ -5,28 +5,17 @@ can crash the reader. Therefore the manifest of our datasets has one, which is v
 
 Our shards are written in this form: PLAIN encoding, no compression, no dictionary, no nulls. The values of such pages
 are a view of their bytes. A column chunk is read as a whole. Format: https://github.com/apache/parquet-format
-(parquet.thrift, PageHeader; Encodings.md, PLAIN). Footers, page headers and page indexes are in Thrift's compact
-protocol (https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md), of which Parquet uses
-neither maps nor sets.
-
-New memory takes about as long as reading into it, so large arrays are used again; and threads take bytes of a budget
-before they allocate.
+(parquet.thrift, PageHeader; Encodings.md, PLAIN).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import logging
-import math
-import mmap
-import threading
-import weakref
 import zlib
-from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,247 +23,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from spark_dl.data.columns.ragged import Array
+from spark_dl.data.parquet.buffers import BufferPool
 from spark_dl.data.parquet.calendar import rebased
-
-TRUE, FALSE, BYTE, I16, I32, I64, DOUBLE, BINARY, LIST, STRUCT = 1, 2, 3, 4, 5, 6, 7, 8, 9, 12
-_MAX_DEPTH = 32
-
-
-class Field(NamedTuple):
-    """A type and a value: `Many` for lists, `Struct` for structs, 8 bytes for doubles."""
-
-    kind: int
-    value: Any
-
-
-class Many(NamedTuple):
-    """The type and the items of a list."""
-
-    kind: int
-    items: Sequence[Any]
-
-
-Struct = dict[int, Field]
-"""The fields of a struct, by number."""
-
-
-def value_of(struct: Struct, number: int, default: Any = None) -> Any:
-    """Returns the value of a field; for a list its items."""
-    if number not in struct:
-        return default
-    value = struct[number].value
-    return value.items if isinstance(value, Many) else value
-
-
-def read_struct(content: bytes | memoryview, position: int = 0, depth: int = 0) -> tuple[Struct, int]:
-    """Parses a struct. Returns it with the position after it. Raises ValueError or IndexError for invalid bytes."""
-    fields: Struct = {}
-    number = 0
-    while (byte := content[position]) != 0:
-        kind = byte & 0xF
-        number, position = (number + (byte >> 4), position + 1) if byte >> 4 else _zigzag(content, position + 1)
-        value, position = (kind == TRUE, position) if kind in (TRUE, FALSE) else _value(content, position, kind, depth)
-        fields[number] = Field(kind, value)
-    return fields, position + 1
-
-
-def _value(content: bytes | memoryview, position: int, kind: int, depth: int) -> tuple[Any, int]:
-    if depth > _MAX_DEPTH:
-        raise ValueError(f"Thrift structs and lists are nested more than {_MAX_DEPTH} deep")
-    if kind in (I16, I32, I64):
-        return _zigzag(content, position)
-    if kind == STRUCT:
-        return read_struct(content, position, depth + 1)
-    if kind == BINARY:
-        length, position = _varint(content, position)
-        return _bytes(content, position, length)
-    if kind == LIST:
-        return _list(content, position, depth + 1)
-    if kind in (TRUE, FALSE):  # in a list
-        return content[position] == TRUE, position + 1
-    if kind in (BYTE, DOUBLE):
-        return _bytes(content, position, 1 if kind == BYTE else 8)
-    raise ValueError(f"a field of Thrift type {kind}, which Parquet does not use")
-
-
-def _list(content: bytes | memoryview, position: int, depth: int) -> tuple[Many, int]:
-    kind, length = content[position] & 0xF, content[position] >> 4
-    position += 1
-    if length == 15:
-        length, position = _varint(content, position)
-    if length > len(content) - position:  # each item has at least a byte
-        raise ValueError(f"a list of {length} items in {len(content) - position} bytes")
-    items = []
-    for _ in range(length):
-        item, position = _value(content, position, kind, depth)
-        items.append(item)
-    return Many(kind, items), position
-
-
-def _bytes(content: bytes | memoryview, position: int, length: int) -> tuple[bytes, int]:
-    found = bytes(content[position : position + length])
-    if len(found) != length:
-        raise ValueError(f"found {len(found)} bytes, expected {length}")
-    return found, position + length
-
-
-def _varint(content: bytes | memoryview, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while (byte := content[position]) >= 0x80:
-        value |= (byte & 0x7F) << shift
-        shift, position = shift + 7, position + 1
-        if shift > 63:
-            raise ValueError("an integer of more than 64 bits")
-    return value | byte << shift, position + 1
-
-
-def _zigzag(content: bytes | memoryview, position: int) -> tuple[int, int]:
-    value, position = _varint(content, position)
-    return (value >> 1) ^ -(value & 1), position
-
-
-def write_struct(struct: Struct) -> bytes:
-    """Serializes a struct."""
-    out = bytearray()
-    last = 0
-    for number, (kind, value) in sorted(struct.items()):
-        if kind in (TRUE, FALSE):
-            kind = TRUE if value else FALSE
-        step = number - last
-        out += bytes([step << 4 | kind]) if 0 < step < 16 else bytes([kind]) + _zigzagged(number)
-        if kind not in (TRUE, FALSE):
-            out += _written(kind, value)
-        last = number
-    return bytes(out) + b"\0"
-
-
-def _written(kind: int, value: Any) -> bytes:
-    if kind in (I16, I32, I64):
-        return _zigzagged(value)
-    if kind == STRUCT:
-        return write_struct(value)
-    if kind == BINARY:
-        return _varint_of(len(value)) + bytes(value)
-    if kind == LIST:
-        length = len(value.items)
-        head = bytes([length << 4 | value.kind]) if length < 15 else bytes([0xF0 | value.kind]) + _varint_of(length)
-        return head + b"".join(_written(value.kind, item) for item in value.items)
-    if kind in (TRUE, FALSE):
-        return bytes([TRUE if value else FALSE])
-    return bytes(value)
-
-
-def _varint_of(value: int) -> bytes:
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*out, value])
-
-
-def _zigzagged(value: int) -> bytes:
-    return _varint_of(value << 1 if value >= 0 else (-value << 1) - 1)
-
-
-class ByteBudget:
-    """A limit on the total bytes of several threads."""
-
-    def __init__(self, size: int):
-        self.size = size
-        self._used = 0
-        self._is_closed = False
-        self._changed = threading.Condition()
-
-    def take(self, size: int) -> None:
-        """Waits until `size` bytes are free. If no bytes are taken, any size is granted.
-
-        Raises RuntimeError after `close`.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or not self._used or self._used + size <= self.size)
-            if self._is_closed:
-                raise RuntimeError("the consumer has stopped")
-            self._used += size
-
-    def give_back(self, size: int) -> None:
-        with self._changed:
-            self._used -= size
-            self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def of(self, size: int) -> Iterator[None]:
-        """Takes bytes for the block."""
-        self.take(size)
-        try:
-            yield
-        finally:
-            self.give_back(size)
-
-    def close(self) -> None:
-        """Raises RuntimeError in all waiting threads."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-
-
-class PrefetchBudget(ByteBudget):
-    """A limit on the bytes of a queue: one thread takes bytes, another releases them in the same order."""
-
-    def __init__(self, size: int):
-        super().__init__(size)
-        self._held: deque[int] = deque()
-
-    def take(self, size: int) -> None:
-        super().take(size)
-        self._held.append(size)
-
-    def release_first(self) -> None:
-        """Releases the bytes that were taken first."""
-        self.give_back(self._held.popleft())
-
-
-_KEPT = 8  # maximum number of unused blocks
-
-
-class BufferPool:
-    """Allocates arrays of similar sizes, in the memory of released arrays. Thread-safe.
-
-    Blocks are mapped from the system and returned to it, because the memory that malloc keeps differs from run to run.
-    """
-
-    def __init__(self) -> None:
-        self._free: deque[mmap.mmap] = deque(maxlen=_KEPT)
-        self._lent: dict[int, tuple[weakref.ref[Array], mmap.mmap]] = {}
-
-    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Returns an uninitialized array. Its memory is reused after the array and all views of it are released.
-
-        Blocks that are too small are dropped, so that all blocks soon have the requested size.
-        """
-        size = math.prod(shape) * dtype.itemsize
-        try:
-            block = self._free.popleft()
-        except IndexError:
-            block = None
-        if block is None or len(block) < size:
-            step = max(mmap.PAGESIZE, 1 << size.bit_length() >> 4)  # pages that are not written take no memory
-            block = mmap.mmap(-1, (size // step + 1) * step, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Views refer to the first array that owns its memory (PyArray_SetBaseObject), which is this one.
-        whole: Array = np.frombuffer(block, np.uint8, count=size)
-        lent = weakref.ref(whole, self._give_back)
-        self._lent[id(lent)] = lent, block
-        array: Array = whole.view(dtype).reshape(shape)
-        return array
-
-    def _give_back(self, lent: weakref.ref[Array]) -> None:
-        self._free.append(self._lent.pop(id(lent))[1])
-
+from spark_dl.data.parquet.thrift import read_struct, value_of
 
 _log = logging.getLogger("spark_dl")
 
 _BUFFER_BYTES = 128 << 10  # of each column of a row group
 HAS_CHECKSUMS = "page_checksum_verification" in inspect.signature(pq.ParquetFile).parameters
+
+Bytes = npt.NDArray[np.uint8]
+
+_DATA_PAGE, _PLAIN = 0, 0
+_WIDTHS = {"INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8}
+_LENGTH_BYTES = 4
 
 
 def open_file(
@@ -414,12 +176,6 @@ try:
     from isal.isal_zlib import crc32  # the same function, six times as fast
 except ImportError:  # no wheel for this processor
     crc32 = zlib.crc32
-
-Bytes = npt.NDArray[np.uint8]
-
-_DATA_PAGE, _PLAIN = 0, 0
-_WIDTHS = {"INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8}
-_LENGTH_BYTES = 4
 
 
 def read_plain(source: Any, chunk: Any, *, levels: int, cell_bytes: int, rows: int, memory: BufferPool) -> Bytes | None:

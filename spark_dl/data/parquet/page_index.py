@@ -21,19 +21,9 @@ import pyarrow.parquet as pq
 
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet.calendar import RebasedFile, may_change
-from spark_dl.data.parquet.file import (
-    I64,
-    LIST,
-    STRUCT,
-    Field,
-    Many,
-    Struct,
-    read_struct,
-    table_column,
-    value_of,
-    write_struct,
-)
+from spark_dl.data.parquet.file import table_column
 from spark_dl.data.parquet.filters import AnyOf, Bounds, Condition, Mask, columns_of, holds_within, passing_rows
+from spark_dl.data.parquet.thrift import I64, LIST, STRUCT, Field, Many, Struct, read_struct, value_of, write_struct
 
 Ints = npt.NDArray[np.int64]
 

@@ -45,6 +45,43 @@ NUMBERS = (
 TIMES = ("datetime64", "timedelta64")
 DTYPES = frozenset({*NUMBERS, *TIMES, "bool", "str", "bytes", "object", "decimal"})
 
+_MAX_PICKLE_BYTES = 16 << 20
+_MAX_OPCODES = 1_000_000
+
+_PUTS, _GETS = {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}, {"GET", "BINGET", "LONG_BINGET"}
+_ATOMS = {
+    "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "FLOAT", "BINFLOAT",
+    "STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINBYTES", "SHORT_BINBYTES",
+}  # fmt: skip
+_OPCODES = _ATOMS | _PUTS | _GETS | {
+    "PROTO", "FRAME", "STOP", "MARK", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST", "LIST",
+    "APPEND", "APPENDS", "EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ",
+    "BUILD",
+}  # fmt: skip
+
+_PACKAGES = ("petastorm", "av.experimental.deepdrive.dataset_toolkit", "av.ml.dataset_toolkit")
+"""Petastorm, and its names before it was published."""
+_FIELD_NAMES = ("name", "numpy_dtype", "shape", "codec", "nullable")
+_NUMPY_NAMES = {name: name for name in (*NUMBERS, *TIMES)} | {
+    "bool_": "bool", "bool8": "bool", "bool": "bool", "str_": "str", "str0": "str", "unicode_": "str",
+    "bytes_": "bytes", "bytes0": "bytes", "string_": "bytes", "object_": "object",
+    "intc": "int32", "uintc": "uint32", "longlong": "int64", "ulonglong": "uint64",
+}  # fmt: skip
+_NUMPY_MODULES = ("numpy", *(f"numpy.{c}.{m}" for c in ("core", "_core") for m in ("multiarray", "numerictypes")))
+_BUILTIN_NAMES = {"str": "str", "unicode": "str", "basestring": "str", "bytes": "bytes", "int": "int64",
+                  "long": "int64", "float": "float64", "bool": "bool"}  # fmt: skip
+_OTHER_NAMES = {
+    ("decimal", "Decimal"): "decimal",
+    ("datetime", "datetime"): "datetime64",
+    ("datetime", "date"): "datetime64",
+    ("datetime", "timedelta"): "timedelta64",
+}
+
+_UNISCHEMA_ATTRIBUTES = (
+    "fields", "create_schema_view", "as_spark_schema", "make_namedtuple", "make_namedtuple_tf", "from_arrow_schema",
+)  # fmt: skip
+"""Fields with these names are not set as attributes, as they would hide attributes of Petastorm's object."""
+
 
 @dataclass(frozen=True)
 class Codec:
@@ -145,24 +182,8 @@ def split_spark_type(spark_type: str) -> tuple[str, list[str]]:
     return match[1], args
 
 
-_MAX_PICKLE_BYTES = 16 << 20
-_MAX_OPCODES = 1_000_000
-
-
 class UnsafeMetadataError(ValueError):
     """Metadata that is not a plain Unischema. Raised before any code that it names can run."""
-
-
-_PUTS, _GETS = {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}, {"GET", "BINGET", "LONG_BINGET"}
-_ATOMS = {
-    "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "FLOAT", "BINFLOAT",
-    "STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINBYTES", "SHORT_BINBYTES",
-}  # fmt: skip
-_OPCODES = _ATOMS | _PUTS | _GETS | {
-    "PROTO", "FRAME", "STOP", "MARK", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST", "LIST",
-    "APPEND", "APPENDS", "EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ",
-    "BUILD",
-}  # fmt: skip
 
 
 def check_opcodes(pickled: bytes) -> None:
@@ -214,25 +235,6 @@ def _follow(op: pickletools.OpcodeInfo, stack: list[bool | None]) -> None:
     if not all(keys.get(op.name, ())):
         raise UnsafeMetadataError("the pickled Unischema has a dict whose keys are not strings")
     stack.extend(None if o is pickletools.markobject else op.name in _ATOMS for o in op.stack_after)
-
-
-_PACKAGES = ("petastorm", "av.experimental.deepdrive.dataset_toolkit", "av.ml.dataset_toolkit")
-"""Petastorm, and its names before it was published."""
-_FIELD_NAMES = ("name", "numpy_dtype", "shape", "codec", "nullable")
-_NUMPY_NAMES = {name: name for name in (*NUMBERS, *TIMES)} | {
-    "bool_": "bool", "bool8": "bool", "bool": "bool", "str_": "str", "str0": "str", "unicode_": "str",
-    "bytes_": "bytes", "bytes0": "bytes", "string_": "bytes", "object_": "object",
-    "intc": "int32", "uintc": "uint32", "longlong": "int64", "ulonglong": "uint64",
-}  # fmt: skip
-_NUMPY_MODULES = ("numpy", *(f"numpy.{c}.{m}" for c in ("core", "_core") for m in ("multiarray", "numerictypes")))
-_BUILTIN_NAMES = {"str": "str", "unicode": "str", "basestring": "str", "bytes": "bytes", "int": "int64",
-                  "long": "int64", "float": "float64", "bool": "bool"}  # fmt: skip
-_OTHER_NAMES = {
-    ("decimal", "Decimal"): "decimal",
-    ("datetime", "datetime"): "datetime64",
-    ("datetime", "date"): "datetime64",
-    ("datetime", "timedelta"): "timedelta64",
-}
 
 
 def read_unischema(pickled: bytes) -> Unischema:
@@ -479,12 +481,6 @@ def write_unischema(unischema: Unischema) -> bytes:
         if field.name not in _UNISCHEMA_ATTRIBUTES and not field.name.startswith("_"):
             out += [_text(field.name), b"j", struct.pack("<I", i)]
     return b"".join([*out, b"ub."])
-
-
-_UNISCHEMA_ATTRIBUTES = (
-    "fields", "create_schema_view", "as_spark_schema", "make_namedtuple", "make_namedtuple_tf", "from_arrow_schema",
-)  # fmt: skip
-"""Fields with these names are not set as attributes, as they would hide attributes of Petastorm's object."""
 
 
 def _text(text: str) -> bytes:

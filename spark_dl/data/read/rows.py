@@ -23,7 +23,7 @@ from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.external import columns as external_columns
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet import filters
-from spark_dl.data.parquet.file import BufferPool, ByteBudget
+from spark_dl.data.parquet.buffers import BufferPool, ByteBudget
 from spark_dl.data.petastorm.codecs import unpacked_bytes
 from spark_dl.data.plan import FILLER, Ints, Segment, Split, rows_held_out, split_rows
 from spark_dl.data.read.shard_file import CurrentReads, ShardFile, is_sliced

@@ -27,9 +27,16 @@ from spark_dl.data.dataset.records import Shard, ShardSet
 from spark_dl.data.external import columns as external_columns
 from spark_dl.data.parquet import file, filters
 from spark_dl.data.parquet import file as parquet_file
-from spark_dl.data.parquet.file import BufferPool
+from spark_dl.data.parquet.buffers import BufferPool
 from spark_dl.data.parquet.page_index import IndexedFile
 from spark_dl.data.petastorm import columns as petastorm_columns
+
+_PLAIN_ENCODINGS = {"PLAIN", "RLE", "BIT_PACKED"}
+"""Parquet's encodings without a dictionary. `PLAIN` is of values, the other two are of levels."""
+_SMALL_DICTIONARY_BYTES = 64 << 10
+"""Maximum size of a dictionary that is surely not full: writers stop at 1 MiB before compression."""
+SLICE_BYTES = 512 << 10
+"""Bytes of the values of a slice, which are decoded directly into their target."""
 
 
 class CurrentReads:
@@ -58,14 +65,6 @@ class CurrentReads:
         shard, group, _ = self._shards.shards.place_of(number)
         url = storage.join(self._shards.url, self._shards.shards.name_of(shard))
         return f"row group {group} of {url} for {time.monotonic() - since:.0f} s"
-
-
-_PLAIN_ENCODINGS = {"PLAIN", "RLE", "BIT_PACKED"}
-"""Parquet's encodings without a dictionary. `PLAIN` is of values, the other two are of levels."""
-_SMALL_DICTIONARY_BYTES = 64 << 10
-"""Maximum size of a dictionary that is surely not full: writers stop at 1 MiB before compression."""
-SLICE_BYTES = 512 << 10
-"""Bytes of the values of a slice, which are decoded directly into their target."""
 
 
 def is_sliced(column: Column) -> bool:

@@ -45,6 +45,16 @@ from spark_dl.spark_job import collect, is_connect, refuse_stream
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+_EXPRESSIONS = "org.apache.spark.sql.catalyst.expressions."
+_USER_CODE = re.compile(
+    r"UDF|UDAF|UDTF|Invoke|Reflect|PythonUD|ScalaAgg|TypedAgg|InPandas|InArrow|MapPartitions|MapElements|MapGroups"
+    r"|TypedFilter|SerializeFromObject|ScriptTransformation|WithPython|TransformWithState"
+)
+"""Operators and expressions that run code which the plan does not show."""
+_NOW = re.compile(r"^(Current(?!Row|Database|Catalog|User)|Now$|Local(Date)?Timestamp|CurDate)")
+
+_log = logging.getLogger("spark_dl")
+
 
 def run_tasks(df: DataFrame, task: Any, description: str) -> list[PartitionResult]:
     """Runs a task over the partitions of a DataFrame. Raises RuntimeError, with its cause, if a task cannot write.
@@ -71,15 +81,6 @@ def with_host(url: str, write: Callable[[], PartitionResult]) -> PartitionResult
             f"{CANNOT_WRITE} {url} on host {socket.gethostname()}: {error}; all executors must reach the folder, be "
             "allowed to write there, and have free space"
         ) from error
-
-
-_EXPRESSIONS = "org.apache.spark.sql.catalyst.expressions."
-_USER_CODE = re.compile(
-    r"UDF|UDAF|UDTF|Invoke|Reflect|PythonUD|ScalaAgg|TypedAgg|InPandas|InArrow|MapPartitions|MapElements|MapGroups"
-    r"|TypedFilter|SerializeFromObject|ScriptTransformation|WithPython|TransformWithState"
-)
-"""Operators and expressions that run code which the plan does not show."""
-_NOW = re.compile(r"^(Current(?!Row|Database|Catalog|User)|Now$|Local(Date)?Timestamp|CurDate)")
 
 
 @contextlib.contextmanager
@@ -247,9 +248,6 @@ def read_rows(
                 table = opened.read_row_group(group, use_threads=False)
                 yield [cell_codec.decode(c, table.column(c.name))[lo - first : hi - first] for c in columns]
             first += rows
-
-
-_log = logging.getLogger("spark_dl")
 
 
 def write_shards(

@@ -24,6 +24,8 @@ _ON_DRIVER = (
 )
 _BUILD_INSIDE = "; build it inside the function (or in spec.build), which runs on the ranks"
 
+_CACHED = type(functools.cache(len))
+
 
 @dataclass(frozen=True)
 class _Place:
@@ -52,9 +54,6 @@ def dumps(value: Any) -> bytes:
     out = io.BytesIO()
     _pickler()(out).dump(value)
     return out.getvalue()
-
-
-_CACHED = type(functools.cache(len))
 
 
 def _cached(function: Any, maxsize: int | None, typed: bool) -> Any:

@@ -27,6 +27,14 @@ _FILE_MODULES = "_spark_dl_file_"
 _LEVEL = 3
 """Level of zstd. A table of millions of row groups is 300 times larger with level 1, as its rows are similar."""
 
+_WITH_TEXT: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
+    "Decimal": (decimal.Decimal, str, decimal.Decimal),
+    "date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
+    "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    "complex": (complex, repr, complex),
+}
+"""Types of results that are sent as text, by their names, with the functions that write and read it."""
+
 
 class MissingModuleError(RuntimeError):
     """A module of the user is missing on an executor. Another attempt would miss it, too."""
@@ -67,15 +75,6 @@ def unpack_call(packed: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
             f"{sys.path[:3]}); install it there, or send it with spark-submit --py-files"
         ) from error
     return call
-
-
-_WITH_TEXT: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
-    "Decimal": (decimal.Decimal, str, decimal.Decimal),
-    "date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
-    "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
-    "complex": (complex, repr, complex),
-}
-"""Types of results that are sent as text, by their names, with the functions that write and read it."""
 
 
 def pack_result(result: Any, limit_bytes: int | None = None) -> bytes:

@@ -27,6 +27,11 @@ _log = logging.getLogger("spark_dl")
 _NEVER_SENT = {"__main__", "spark_dl", "pyspark", "torch"}
 _MAX_BYTES = 16 << 20
 
+_PROCESS = uuid.uuid4().hex
+
+_known: dict[str, _Known] = {}
+"""The modules of earlier calls, as they were loaded."""
+
 
 class Source(NamedTuple):
     """The source of a module."""
@@ -46,18 +51,11 @@ class Project:
     """The process that has loaded them, which is not to import them again."""
 
 
-_PROCESS = uuid.uuid4().hex
-
-
 class _Known(NamedTuple):
     spec: Any
     """Another one after `importlib.reload`."""
     stamp: tuple[int, int]
     source: Source
-
-
-_known: dict[str, _Known] = {}
-"""The modules of earlier calls, as they were loaded."""
 
 
 def project() -> Project:

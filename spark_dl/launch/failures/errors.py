@@ -31,6 +31,31 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\u
 """Control characters, other ends of lines, what changes the direction of text, and what UTF-8 does not have."""
 _FRAME = re.compile(r'^  File "(.+?)", line (\d+), in (.+)\n((?:    .*\n)*)', re.MULTILINE)
 
+_RED = "color:#e5534b"
+_PRE = (
+    "white-space:pre-wrap;overflow-wrap:anywhere;margin:.4em 0;padding:0;border:0;background:none;color:inherit;"
+    "font-family:monospace;font-size:12px;line-height:1.4"
+)
+
+_FOLDED = "of spark_dl ...\n"
+
+_ABOUT_RANK = (
+    "rank", "host", "pid", "executor", "device", "rank_traceback", "rank_output", "step", "phase", "error",
+    "is_retryable", "earlier", "stacks", "hosts", "advice",
+)  # fmt: skip
+
+_OUTPUT_CHARACTERS = 4000
+"""How much of the end of a rank's output is in its error."""
+_ERROR_CHARACTERS = 4000
+_OF_CODE_OR_DATA = (
+    ValueError, TypeError, LookupError, AttributeError, NameError, ImportError, ArithmeticError, AssertionError,
+    NotImplementedError, RecursionError, SyntaxError, pickle.PickleError, SystemExit,
+)  # fmt: skip
+
+_WAIT_S = 2.0
+"""How long a rank waits for the error of another rank, and then for all other ranks to leave."""
+_FIRST = "failed/first"
+
 
 def as_lines(error: RankError) -> list[str]:
     """Returns the text that IPython shows for an error that was raised. In its mode Verbose, this is IPython's own."""
@@ -86,13 +111,6 @@ def as_html(error: RankError) -> str:
     return f'<div style="border-left:3px solid #e5534b;padding-left:.8em;font-size:13px">{"".join(found)}</div>'
 
 
-_RED = "color:#e5534b"
-_PRE = (
-    "white-space:pre-wrap;overflow-wrap:anywhere;margin:.4em 0;padding:0;border:0;background:none;color:inherit;"
-    "font-family:monospace;font-size:12px;line-height:1.4"
-)
-
-
 def _pre(text: str) -> str:
     return f'<pre style="{_PRE}">{html.escape(text.rstrip())}</pre>'
 
@@ -104,9 +122,6 @@ def _details(title: str, text: str) -> str:
 def harmless(text: str) -> str:
     """Returns a text without escape sequences, and with other control characters written out, such as `\\r`."""
     return _CONTROL.sub(lambda found: repr(found[0])[1:-1], _SEQUENCE.sub("", text.replace("\r\n", "\n")))
-
-
-_FOLDED = "of spark_dl ...\n"
 
 
 def fold(text: str) -> str:
@@ -256,12 +271,6 @@ class RankError(RuntimeError):
         return as_html(self)
 
 
-_ABOUT_RANK = (
-    "rank", "host", "pid", "executor", "device", "rank_traceback", "rank_output", "step", "phase", "error",
-    "is_retryable", "earlier", "stacks", "hosts", "advice",
-)  # fmt: skip
-
-
 def _rank_error(reason: str, about: Mapping[str, Any]) -> RankError:
     return RankError(reason, **about)
 
@@ -272,15 +281,6 @@ class OtherRankError(RuntimeError):
 
 class ScriptError(RuntimeError):
     """A program ended with another exit code than 0."""
-
-
-_OUTPUT_CHARACTERS = 4000
-"""How much of the end of a rank's output is in its error."""
-_ERROR_CHARACTERS = 4000
-_OF_CODE_OR_DATA = (
-    ValueError, TypeError, LookupError, AttributeError, NameError, ImportError, ArithmeticError, AssertionError,
-    NotImplementedError, RecursionError, SyntaxError, pickle.PickleError, SystemExit,
-)  # fmt: skip
 
 
 def describe(
@@ -401,11 +401,6 @@ def named(who: Mapping[str, Any], task: int) -> str:
 
 def name_of(rank: int | None, task: int) -> str:
     return f"task {task} (which has no rank yet)" if rank is None else f"rank {rank}"
-
-
-_WAIT_S = 2.0
-"""How long a rank waits for the error of another rank, and then for all other ranks to leave."""
-_FIRST = "failed/first"
 
 
 def publish(world: World, error: BaseException) -> None:

@@ -26,6 +26,17 @@ STARTING, READING, TRAINING, VALIDATING, SAVING, LOADING = (
 PLANNED = "SIGTERM, as planned"
 """Text in place of the stacks of a rank that ends as planned. They would show threads that wait for the end."""
 
+_now: Status = {"phase": STARTING, "step": None}
+_since = time.monotonic()
+_began_ns = time.time_ns()
+
+_MIB = 1 << 20
+_NEXT_BEAT_S = 1.5
+"""In this time the next heartbeat of another rank comes."""
+_CGROUPS = Path("/sys/fs/cgroup")
+_NO_LIMIT = 1 << 60
+"""Limits above it are none: version 1 of control groups gives a number near 2^63."""
+
 
 class Status(TypedDict):
     """As events and failures have it."""
@@ -33,11 +44,6 @@ class Status(TypedDict):
     phase: str
     step: int | None
     """Optimizer step that the rank is in, from 1; None if it has taken none."""
-
-
-_now: Status = {"phase": STARTING, "step": None}
-_since = time.monotonic()
-_began_ns = time.time_ns()
 
 
 def enter(phase: str, step: int | None = None) -> None:
@@ -74,14 +80,6 @@ def since() -> float:
 def place_in_words(phase: str | None, step: int | None) -> str:
     """Returns for example ` in step 12 (training)`; empty without a step."""
     return "" if step is None else f" in step {step} ({phase})"
-
-
-_MIB = 1 << 20
-_NEXT_BEAT_S = 1.5
-"""In this time the next heartbeat of another rank comes."""
-_CGROUPS = Path("/sys/fs/cgroup")
-_NO_LIMIT = 1 << 60
-"""Limits above it are none: version 1 of control groups gives a number near 2^63."""
 
 
 class Memory(TypedDict):

@@ -19,6 +19,16 @@ _DEFAULT_GROUP = "default_pg"
 """Torch's name of the default process group."""
 _SAME = "all ranks must call the same ones in the same order, with tensors of the same shapes and types"
 
+_NO_STACKS = "  no stacks: the process does not answer, or did not stop for long enough\n"
+SILENCE_S = 3.0
+"""A rank without a heartbeat for longer does not answer."""
+_HEAD = ("rank", "host", "step", "what it did", "last collective", "last heartbeat")
+
+_SIGNALS = {
+    "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT", "Bus error": "SIGBUS", "Illegal instruction": "SIGILL",
+    "Floating-point exception": "SIGFPE", "Floating point exception": "SIGFPE",
+}  # fmt: skip
+
 
 def in_words(collective: Mapping[str, Any]) -> str:
     """Returns for example `all_reduce [[3, 4] Float]`."""
@@ -101,12 +111,6 @@ def aborted_by_gloo(crash: str, raised: Sequence[Mapping[str, Any]]) -> str:
 
 def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
-
-
-_NO_STACKS = "  no stacks: the process does not answer, or did not stop for long enough\n"
-SILENCE_S = 3.0
-"""A rank without a heartbeat for longer does not answer."""
-_HEAD = ("rank", "host", "step", "what it did", "last collective", "last heartbeat")
 
 
 def what_ranks_did(known: Mapping[int, Mapping[str, Any]]) -> str:
@@ -277,12 +281,6 @@ def _who(who: Mapping[str, Any]) -> dict[str, Any]:
         "rank": who.get("rank"), "host": who.get("host", "an unknown host"), "pid": who.get("pid"),
         "executor": who.get("executor", ""), "device": who.get("device", ""),
     }  # fmt: skip
-
-
-_SIGNALS = {
-    "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT", "Bus error": "SIGBUS", "Illegal instruction": "SIGILL",
-    "Floating-point exception": "SIGFPE", "Floating point exception": "SIGFPE",
-}  # fmt: skip
 
 
 def _signal_of(crash: str) -> str:

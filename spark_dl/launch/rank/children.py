@@ -29,6 +29,8 @@ from spark_dl.storage.owner import this_process
 _STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system")
 """Events of Python before a process is started (docs.python.org/3/library/audit_events.html)."""
 
+_watcher: _Watcher | None = None
+
 
 class _Watcher:
     """The watcher of this process."""
@@ -72,9 +74,6 @@ class _Watcher:
 def _file_of(descriptor: int) -> tuple[int, int]:
     about = os.fstat(descriptor)
     return about.st_dev, about.st_ino
-
-
-_watcher: _Watcher | None = None
 
 
 def _on_event(event: str, arguments: Any) -> None:

@@ -37,17 +37,16 @@ _OPERATIONS: dict[str, tuple[str, int | None]] = {
 }  # fmt: skip
 """Methods of torch's ProcessGroup: the name of the operation, and the argument whose tensors are alike on all ranks."""
 
+_UNEVEN = "_match_unused_params_allreduce"
+"""The method of DDP by which a rank without more rows answers what DDP does in C++ on the other ranks (`join`)."""
+_Counts = weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]]
+
 
 class DesyncError(RuntimeError):
     """The ranks called different collective operations at the same place."""
 
     is_retryable = False
     """The code does so again."""
-
-
-_UNEVEN = "_match_unused_params_allreduce"
-"""The method of DDP by which a rank without more rows answers what DDP does in C++ on the other ranks (`join`)."""
-_Counts = weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]]
 
 
 @contextlib.contextmanager

@@ -54,6 +54,55 @@ _HOOKS = (
 )  # fmt: skip
 _missing = object()
 
+_HARMLESS = ("sys.excepthook",)  # torch.distributed.init_process_group sets it, too
+
+_log = logging.getLogger("spark_dl")
+
+RANK_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK",
+    "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+"""Variables that each rank has its own value of, or that the ranks meet by."""
+
+_READ_AT_START = (
+    "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH_CPP_LOG_LEVEL", "TORCH_LOGS",
+    "TORCHDYNAMO_", "TORCHINDUCTOR_",
+)  # fmt: skip
+_READ_AGAIN = ("OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")
+
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""Environment variable with the number of failed attempts before this one, as torchrun has it."""
+
+_RUN = ("SPARK_DL_RUN_DIR", "SPARK_DL_GENERATION", "SPARK_DL_CHECKPOINT")
+"""Variables of a rank of `launch` with a run folder: the folder, the attempt, and its checkpoint to resume from."""
+
+_PLACES = (
+    ("RANK", "WORLD_SIZE"),  # torchrun, and spark_dl
+    ("HOROVOD_RANK", "HOROVOD_SIZE"),  # horovodrun
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # mpirun of Open MPI
+    ("PMI_RANK", "PMI_SIZE"),  # MPICH and Intel MPI
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),  # MVAPICH2
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # srun; SLURM_NTASKS is also that of a batch script, which is alone
+)
+"""Variables of launchers: the rank, and the number of ranks."""
+
+_left: list[str] = []
+"""What functions have left in this process."""
+
+_TORCH_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+)
+_TORCH_FLAGS: tuple[tuple[Any, str], ...] = (
+    (torch.backends.cudnn, "enabled"),
+    (torch.backends.cudnn, "benchmark"),
+    (torch.backends.cudnn, "deterministic"),
+    (torch.backends.cudnn, "allow_tf32"),
+)
+
 
 class ProcessState:
     """The state of this process at one moment."""
@@ -181,23 +230,6 @@ _VALUES: dict[str, tuple[Callable[[], Any], Callable[[Any], None] | None]] = {
     "the print options of torch": (lambda: vars(torch._tensor_str.PRINT_OPTS).copy(), None),
 }
 """What is compared after a call: how to read it, and how to set it; None where it cannot be set, or need not be."""
-_HARMLESS = ("sys.excepthook",)  # torch.distributed.init_process_group sets it, too
-
-
-_log = logging.getLogger("spark_dl")
-
-RANK_VARIABLES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK",
-    "MASTER_ADDR", "MASTER_PORT",
-)  # fmt: skip
-"""Variables that each rank has its own value of, or that the ranks meet by."""
-
-
-_READ_AT_START = (
-    "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH_CPP_LOG_LEVEL", "TORCH_LOGS",
-    "TORCHDYNAMO_", "TORCHINDUCTOR_",
-)  # fmt: skip
-_READ_AGAIN = ("OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")
 
 
 def check_env(env: Mapping[str, str]) -> None:
@@ -218,10 +250,6 @@ def warn_of_late(env: Mapping[str, str]) -> None:
             "env: %s: read when Python or torch starts, which is before the call; set spark.executorEnv.%s, or run a "
             "program, launch('train.py', env=...)", ", ".join(early), early[0],
         )  # fmt: skip
-
-
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""Environment variable with the number of failed attempts before this one, as torchrun has it."""
 
 
 def torchrun_env(world: World, *, group_rank: int, num_groups: int, run_id: str) -> dict[str, str]:
@@ -265,10 +293,6 @@ def place_env(world: World, *, group_rank: int, num_groups: int) -> dict[str, st
     }
 
 
-_RUN = ("SPARK_DL_RUN_DIR", "SPARK_DL_GENERATION", "SPARK_DL_CHECKPOINT")
-"""Variables of a rank of `launch` with a run folder: the folder, the attempt, and its checkpoint to resume from."""
-
-
 def run_env(run_dir: str, generation: int, checkpoint: str) -> dict[str, str]:
     """Returns the variables for `find_run`. checkpoint: URL; empty without one. Called on the driver."""
     return dict(zip(_RUN, (run_dir, str(generation), checkpoint), strict=True))
@@ -281,17 +305,6 @@ def find_run() -> tuple[str, int, str] | None:
     """
     run_dir, generation, checkpoint = (os.environ.get(name, "") for name in _RUN)
     return (run_dir, int(generation), checkpoint) if run_dir else None
-
-
-_PLACES = (
-    ("RANK", "WORLD_SIZE"),  # torchrun, and spark_dl
-    ("HOROVOD_RANK", "HOROVOD_SIZE"),  # horovodrun
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # mpirun of Open MPI
-    ("PMI_RANK", "PMI_SIZE"),  # MPICH and Intel MPI
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),  # MVAPICH2
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # srun; SLURM_NTASKS is also that of a batch script, which is alone
-)
-"""Variables of launchers: the rank, and the number of ranks."""
 
 
 def find_place() -> tuple[int, int]:
@@ -381,28 +394,9 @@ def restored_process() -> Iterator[None]:
             _log.info("this process is not used again, as a function has changed %s in it", ", ".join(left[:8]))
 
 
-_left: list[str] = []
-"""What functions have left in this process."""
-
-
 def is_clean() -> bool:
     """Whether nothing was left in this process by a function, as far as is known."""
     return not _left
-
-
-_TORCH_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
-    (torch.get_num_threads, torch.set_num_threads),
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.is_grad_enabled, torch._C._set_grad_enabled),
-    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-)
-_TORCH_FLAGS: tuple[tuple[Any, str], ...] = (
-    (torch.backends.cudnn, "enabled"),
-    (torch.backends.cudnn, "benchmark"),
-    (torch.backends.cudnn, "deterministic"),
-    (torch.backends.cudnn, "allow_tf32"),
-)
 
 
 def _let_torch_hear_of_data_workers() -> None:

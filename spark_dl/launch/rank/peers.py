@@ -21,14 +21,13 @@ from spark_dl._version import __version__
 from spark_dl.config import Launch
 from spark_dl.launch.rank import gpus
 
+_MUST_AGREE = ("python", "torch", "spark_dl", "device_type")
+
 
 class VersionError(RuntimeError):
     """Hosts have different versions. Another attempt would find the same."""
 
     is_retryable = False
-
-
-_MUST_AGREE = ("python", "torch", "spark_dl", "device_type")
 
 
 @dataclass(frozen=True, kw_only=True)

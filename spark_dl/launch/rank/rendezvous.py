@@ -53,6 +53,10 @@ from spark_dl.world import World, interface_of, local_address, no_driver
 
 _log = logging.getLogger("spark_dl")
 
+_FAILED = "failed"
+_LOOK_S = 0.5
+"""Interval in which a rank on a GPU looks whether another rank of its group has failed."""
+
 
 @contextlib.contextmanager
 def join(
@@ -354,11 +358,6 @@ def interfaces_of_host(host: str) -> set[str]:
     if name is None:
         raise RuntimeError(f"no network interface of {socket.gethostname()} has {host}'s address {address}")
     return {name, *filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))}
-
-
-_FAILED = "failed"
-_LOOK_S = 0.5
-"""Interval in which a rank on a GPU looks whether another rank of its group has failed."""
 
 
 @dataclass(frozen=True)

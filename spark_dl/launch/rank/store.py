@@ -25,6 +25,9 @@ _LAST_ANSWERS_S = 2.0
 _GRACE_S = 5.0
 """How much longer than the server a client waits for its answer."""
 
+_alive: set[RankStore] = set()
+"""torch keeps the C++ half of a store alone, which calls the methods of this one."""
+
 
 class Server:
     """Serves the store on a bound socket, with a thread for each connection. In the process of one rank."""
@@ -128,10 +131,6 @@ _METHODS: Mapping[str, Callable[..., Any]] = {
 
 def _text(value: str | bytes) -> str:
     return base64.b64encode(value.encode() if isinstance(value, str) else value).decode()
-
-
-_alive: set[RankStore] = set()
-"""torch keeps the C++ half of a store alone, which calls the methods of this one."""
 
 
 class RankStore(dist.Store):

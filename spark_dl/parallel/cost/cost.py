@@ -24,6 +24,12 @@ from typing import Any
 
 import numpy as np
 
+BY_SPARK = frozenset({"tree_reduce", "shuffle_reduce"})
+"""Methods whose calls are Spark stages."""
+
+BLOCK_BYTES = 4 << 20
+"""`spark.broadcast.blockSize`."""
+
 
 def all_reduce_s(num_ranks: int, num_bytes: float, network: Network) -> float:
     """Sums `num_bytes` on all ranks."""
@@ -224,10 +230,6 @@ METHODS: dict[str, Callable[[Exchange], Work]] = {
 }
 
 
-BY_SPARK = frozenset({"tree_reduce", "shuffle_reduce"})
-"""Methods whose calls are Spark stages."""
-
-
 def tree_levels(num_partitions: int, depth: int) -> list[int]:
     """Returns the partitions before each level of PySpark's `RDD.treeReduce` (pyspark/core/rdd.py). The driver gets the
     last ones.
@@ -238,10 +240,6 @@ def tree_levels(num_partitions: int, depth: int) -> list[int]:
         left /= scale
         levels.append(int(left))
     return levels
-
-
-BLOCK_BYTES = 4 << 20
-"""`spark.broadcast.blockSize`."""
 
 
 def driver_copies(num_hosts: int, num_bytes: float) -> float:

@@ -33,6 +33,8 @@ _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 128 << 10, 4 << 20
 _AHEAD = 8  # most receives that are posted at a time
 _TAG = 0x5DA11  # differs from the tags of other messages on the same group
 
+_Op = tuple[Callable[..., dist.Work | None], Tensor, int]  # dist.isend or dist.irecv, tensor, peer
+
 
 def all_reduce(tensor: Tensor, algorithm: str, group: dist.ProcessGroup | None = None) -> None:
     """Sums a tensor over the ranks of a group, in place. Collective: the same shape and dtype on every rank.
@@ -203,9 +205,6 @@ class _Exchange:
     def _wait_sent(self) -> None:
         for transfer in self._sent:
             transfer.wait()
-
-
-_Op = tuple[Callable[..., dist.Work | None], Tensor, int]  # dist.isend or dist.irecv, tensor, peer
 
 
 class _Transfer(NamedTuple):

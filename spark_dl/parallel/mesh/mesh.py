@@ -48,6 +48,8 @@ _TOLERANCE = {"float32": 0.02, "bf16": 0.2}
 _SMALL = 1e-4
 """Gradients below this part of the gradient of the model are rounding, and losses of a row below it."""
 
+_MIB = 1 << 20
+
 
 class FirstStepCheck:
     """Compares the gradients of a step, once. Called on each rank of a mesh."""
@@ -213,9 +215,6 @@ def _put(flat: Tensor, layout: Layout, values: Tensor) -> None:
         own[start:stop] = values.reshape(-1)[at : at + length]
         box.copy_(own.view(box.shape))
         at += length
-
-
-_MIB = 1 << 20
 
 
 def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:

@@ -41,6 +41,15 @@ from spark_dl.spec import Batch, ModelSpec, Output
 if TYPE_CHECKING:
     from spark_dl.config import Config
 
+_log = logging.getLogger("spark_dl")
+_HEADER = 64
+"""Numbers that are sent before tensors of unknown shape."""
+_TAG, _TIED_TAG = 11, 12
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+)  # fmt: skip
+
 
 def check_chain(spec: ModelSpec, model: nn.Module, chain: Sequence[Layer], batch: Batch, config: Config) -> None:
     """Checks that a chain gives the outputs of the model, bit for bit, in training and in evaluation. On any side.
@@ -250,16 +259,6 @@ def _in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-
-
-_log = logging.getLogger("spark_dl")
-_HEADER = 64
-"""Numbers that are sent before tensors of unknown shape."""
-_TAG, _TIED_TAG = 11, 12
-_DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool,
-)  # fmt: skip
 
 
 class Stages:

@@ -25,6 +25,9 @@ describes them). Every layer can also be replicated."""
 WHOLE_WEIGHTS = (REPLICATED, SEQUENCE)
 """With these, each tensor rank has all weights of the layer."""
 
+GPIPE, ONE_F_ONE_B = "gpipe", "1f1b"
+ZERO_STAGES = (0, 1, 2, 3)
+
 
 @dataclass(frozen=True)
 class Seconds:
@@ -82,10 +85,6 @@ class Cluster:
     @property
     def ranks_per_host(self) -> int:
         return self.num_ranks // self.hosts
-
-
-GPIPE, ONE_F_ONE_B = "gpipe", "1f1b"
-ZERO_STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,9 @@ FORWARD, BACKWARD, SYNC = "forward", "backward", "sync"
 WEIGHTS = "weights"
 """The gradients of weights, where they are computed apart from the backward pass."""
 
+_BETTER = 1 - 1e-9
+"""A plan replaces another that is simpler only if its step is shorter by more than rounding."""
+
 
 class Pass(NamedTuple):
     """One bar of the picture."""
@@ -234,10 +237,6 @@ def why_none_fits(problem: Problem) -> str:
         f"tensor={dims.tensor}, zero_stage={choice.zero_stage}, micro_batches={choice.micro_batches}, "
         f"rows={choice.rows}. Use devices with more memory, {hint}"
     )
-
-
-_BETTER = 1 - 1e-9
-"""A plan replaces another that is simpler only if its step is shorter by more than rounding."""
 
 
 @dataclass(frozen=True)

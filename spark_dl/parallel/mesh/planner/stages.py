@@ -58,6 +58,38 @@ from spark_dl.parallel.mesh.planner.records import (
     micro_batches_kept,
 )
 
+Collective = Callable[[int, float, Network], float]
+"""(ranks, bytes, network) -> seconds."""
+
+_WHOLE, _PART, _SUMS, _ROWS = "whole", "part of the features", "partial sums", "part of the sequence"
+_WHOLE_TO_PART = "whole, with partial gradients"
+_GIVES = {REPLICATED: _WHOLE, COLWISE: _PART, ROWWISE: _SUMS, SEQUENCE: _ROWS, SPLIT: _PART, BLOCK: _WHOLE}
+_TAKES = {REPLICATED: _WHOLE, COLWISE: _WHOLE_TO_PART, ROWWISE: _PART, SEQUENCE: _ROWS, SPLIT: _PART, BLOCK: _WHOLE}
+
+_BETWEEN: dict[tuple[str, str], tuple[Collective | None, Collective | None]] = {
+    (_WHOLE, _WHOLE): (None, None),
+    (_WHOLE, _WHOLE_TO_PART): (None, all_reduce_s),
+    (_WHOLE, _PART): (None, all_gather_s),
+    (_WHOLE, _ROWS): (None, all_gather_s),
+    (_PART, _WHOLE): (all_gather_s, None),
+    (_PART, _WHOLE_TO_PART): (all_gather_s, reduce_scatter_s),
+    (_PART, _PART): (None, None),
+    (_PART, _ROWS): (all_to_all_s, all_to_all_s),
+    (_SUMS, _WHOLE): (all_reduce_s, None),
+    (_SUMS, _WHOLE_TO_PART): (all_reduce_s, all_reduce_s),
+    (_SUMS, _PART): (reduce_scatter_s, all_gather_s),
+    (_SUMS, _ROWS): (reduce_scatter_s, all_gather_s),
+    (_ROWS, _WHOLE): (all_gather_s, None),
+    (_ROWS, _WHOLE_TO_PART): (all_gather_s, reduce_scatter_s),
+    (_ROWS, _PART): (all_to_all_s, all_to_all_s),
+    (_ROWS, _ROWS): (None, None),
+}
+"""From what a layer gives to what the next takes: the collective of the forward pass on the output, and that of the
+backward pass on its gradient. A slice of what a rank has takes no time."""
+
+_BLOCK_WHOLE = 10 / 34
+"""Part of a block's kept bytes that every tensor rank has: 10 of 34 (Korthikanti et al. 2022, equation 2)."""
+
 
 class Cost(Protocol):
     """What the cuts need to know of a stage."""
@@ -158,10 +190,6 @@ def _insert(front: list[_Suffix], new: _Suffix) -> None:
 
 def _is_as_good(one: _Suffix, other: _Suffix) -> bool:
     return one.seconds <= other.seconds and one.with_sync_s <= other.with_sync_s and one.period_s <= other.period_s
-
-
-Collective = Callable[[int, float, Network], float]
-"""(ranks, bytes, network) -> seconds."""
 
 
 @dataclass(frozen=True)
@@ -339,36 +367,6 @@ class Stages:
 def _by_unit(collective: Collective, units: int, data: int, num_bytes: float, network: Network) -> float:
     """Returns the seconds of one collective for each layer with weights. Only their total size matters."""
     return units * collective(data, num_bytes / units, network) if units else 0.0
-
-
-_WHOLE, _PART, _SUMS, _ROWS = "whole", "part of the features", "partial sums", "part of the sequence"
-_WHOLE_TO_PART = "whole, with partial gradients"
-_GIVES = {REPLICATED: _WHOLE, COLWISE: _PART, ROWWISE: _SUMS, SEQUENCE: _ROWS, SPLIT: _PART, BLOCK: _WHOLE}
-_TAKES = {REPLICATED: _WHOLE, COLWISE: _WHOLE_TO_PART, ROWWISE: _PART, SEQUENCE: _ROWS, SPLIT: _PART, BLOCK: _WHOLE}
-
-_BETWEEN: dict[tuple[str, str], tuple[Collective | None, Collective | None]] = {
-    (_WHOLE, _WHOLE): (None, None),
-    (_WHOLE, _WHOLE_TO_PART): (None, all_reduce_s),
-    (_WHOLE, _PART): (None, all_gather_s),
-    (_WHOLE, _ROWS): (None, all_gather_s),
-    (_PART, _WHOLE): (all_gather_s, None),
-    (_PART, _WHOLE_TO_PART): (all_gather_s, reduce_scatter_s),
-    (_PART, _PART): (None, None),
-    (_PART, _ROWS): (all_to_all_s, all_to_all_s),
-    (_SUMS, _WHOLE): (all_reduce_s, None),
-    (_SUMS, _WHOLE_TO_PART): (all_reduce_s, all_reduce_s),
-    (_SUMS, _PART): (reduce_scatter_s, all_gather_s),
-    (_SUMS, _ROWS): (reduce_scatter_s, all_gather_s),
-    (_ROWS, _WHOLE): (all_gather_s, None),
-    (_ROWS, _WHOLE_TO_PART): (all_gather_s, reduce_scatter_s),
-    (_ROWS, _PART): (all_to_all_s, all_to_all_s),
-    (_ROWS, _ROWS): (None, None),
-}
-"""From what a layer gives to what the next takes: the collective of the forward pass on the output, and that of the
-backward pass on its gradient. A slice of what a rank has takes no time."""
-
-_BLOCK_WHOLE = 10 / 34
-"""Part of a block's kept bytes that every tensor rank has: 10 of 34 (Korthikanti et al. 2022, equation 2)."""
 
 
 class Segment(NamedTuple):

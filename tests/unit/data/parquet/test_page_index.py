@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from spark_dl.data.external.files import type_at
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet import page_index
-from spark_dl.data.parquet.file import Field, Many, read_struct, table_column, write_struct
+from spark_dl.data.parquet.file import table_column
 from spark_dl.data.parquet.filters import passing_rows, typed_conditions, without_nulls
 from spark_dl.data.parquet.page_index import IndexedFile
+from spark_dl.data.parquet.thrift import Field, Many, read_struct, write_struct
 
 pytestmark = pytest.mark.skipif(int(pa.__version__.split(".")[0]) < 15, reason="pyarrow 14 writes no page checksums")
 

@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from spark_dl.data.parquet import file
-from spark_dl.data.parquet.file import I32, STRUCT, BufferPool, Field, write_struct
+from spark_dl.data.parquet.buffers import BufferPool
+from spark_dl.data.parquet.thrift import I32, STRUCT, Field, write_struct
 
 pytestmark = pytest.mark.skipif(int(pa.__version__.split(".")[0]) < 15, reason="pyarrow 14 writes no page checksums")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from spark_dl.data.parquet.file import BufferPool
+from spark_dl.data.parquet.buffers import BufferPool
 
 
 def address(array):

@@ -117,7 +117,7 @@ def _worst(parallel: Any) -> Any:
     return SimpleNamespace(
         parallel=parallel,
         shards=SimpleNamespace(storage="local"),
-        loader=SimpleNamespace(reader="petastorm", ragged="offsets"),
+        loader=SimpleNamespace(ragged="offsets"),
         launch=SimpleNamespace(num_ranks=0, min_ranks=1, gpus_per_rank=0.5),
         train=SimpleNamespace(
             precision="fp16",

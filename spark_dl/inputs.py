@@ -101,7 +101,6 @@ def check_rank_rows(df: DataFrame, data: Data, shards: Shards, loader: Loader) -
     """Raises ValueError for settings that `run_on_dataframe` does not support."""
     check_unfiltered(data, df)
     for key, found, usual in (
-        ("loader.reader", loader.reader, "spark_dl"),
         ("loader.proportions", loader.proportions, {}),
         ("shards.store", shards.store, None),
         ("shards.cache_dir", shards.cache_dir, None),
@@ -152,8 +151,6 @@ def shards_of(
     elif isinstance(data, str):
         data = open_parquet(data, config.stored_columns, data=config.data, reference_columns=reference_columns)
     if isinstance(data, ShardSet):
-        if data.external:
-            _check_policies(config)
         check_rules(data.url, data.rules, config.data, vocabularies_of(reference_columns))
     else:
         data = _shards_of_rows(
@@ -179,15 +176,6 @@ def _check_weight(columns: Sequence[Column], weight: str | None) -> None:
                 f"data.weight: the column {weight!r} is stored as integers, its decimals times "
                 f"10^{column.encoding.scale}; remove data.encode.{weight}, which then stores their values, and write "
                 "the dataset again"
-            )
-
-
-def _check_policies(config: Config) -> None:
-    for key in ("nulls", "nonfinite"):
-        if config.loader.reader == "petastorm" and (policy := getattr(config.data, key)) in ("drop", "fill"):
-            raise ValueError(
-                f"data.{key}: found {policy!r} with loader.reader=petastorm, which does not clean rows; "
-                "set loader.reader to spark_dl"
             )
 
 

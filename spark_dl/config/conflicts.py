@@ -40,10 +40,6 @@ def _local(c: Config) -> bool:
     return c.shards.storage == "local"
 
 
-def _petastorm(c: Config) -> bool:
-    return c.loader.reader == "petastorm"
-
-
 def _error_feedback(c: Config) -> bool:
     return getattr(c.parallel, "compression", "none") in ("powersgd", "threshold", "topk")
 
@@ -74,18 +70,6 @@ CONFLICTS = (
              "not supported with loader.proportions; pass the validation rows as a separate dataset"),
     Conflict("shards.storage", lambda c: bool(c.loader.proportions) and _local(c),
              "expected 'shared' with loader.proportions, found 'local'; write datasets and pass their URLs"),
-    Conflict("loader.reader", lambda c: bool(c.loader.proportions) and _petastorm(c),
-             "expected 'spark_dl' with loader.proportions, found 'petastorm'"),
-    # the reader of Petastorm
-    Conflict("train.validation_fraction", lambda c: _petastorm(c) and bool(c.train.validation_fraction),
-             "not supported with loader.reader=petastorm, which reads whole row groups; pass the validation rows as a "
-             "separate dataset"),
-    Conflict("data.filters", lambda c: _petastorm(c) and bool(c.data.filters),
-             "not supported with loader.reader=petastorm, which reads whole row groups"),
-    Conflict("shards.storage", lambda c: _petastorm(c) and _local(c),
-             "expected 'shared' with loader.reader=petastorm, which assigns row groups to ranks itself, found 'local'"),
-    Conflict("shards.cache_dir", lambda c: _petastorm(c) and c.shards.cache_dir is not None,
-             "not supported with loader.reader=petastorm, which reads the files in place"),
     # local storage
     Conflict("data.filters", lambda c: _local(c) and bool(c.data.filters),
              "not supported with shards.storage=local, which takes a DataFrame; filter the DataFrame: df.filter(...)"),
@@ -101,8 +85,6 @@ CONFLICTS = (
     Conflict("data.filters", lambda c: c.sequences is not None and bool(c.data.filters),
              "not supported with sequences, because a sample must not skip rows; filter the DataFrame "
              "before it is written"),
-    Conflict("loader.reader", lambda c: c.sequences is not None and _petastorm(c),
-             "expected 'spark_dl' with sequences, found 'petastorm'"),
     Conflict("data.weight", lambda c: c.sequences is not None and c.data.weight is not None,
              "not supported with sequences, whose samples have several rows; return weighted losses from spec.loss"),
     # labels
@@ -134,9 +116,6 @@ CONFLICTS = (
     Conflict("shards.storage", lambda c: c.parallel.by_spark and _local(c),
              "expected 'shared' with parallel.strategy={c.parallel.strategy!r}, found 'local': the next task "
              "of a rank can run on another executor, which does not have its rows"),
-    Conflict("loader.reader", lambda c: c.parallel.by_spark and _petastorm(c),
-             "expected 'spark_dl' with parallel.strategy={c.parallel.strategy!r}, found 'petastorm': the next "
-             "task of a rank may read its rows again, and Petastorm's order is not reproducible"),
     Conflict("loader.ragged", lambda c: c.parallel.all_gpus and c.loader.ragged == "offsets",
              "expected 'pad' with parallel.strategy={c.parallel.strategy!r}, which splits columns by rows, found "
              "'offsets'"),
@@ -155,9 +134,6 @@ CONFLICTS = (
     Conflict("shards.storage", lambda c: _served(c) and _local(c),
              "expected 'shared' with parallel.strategy={c.parallel.strategy!r}, found 'local', which would also send "
              "rows to the servers, and they do not train"),
-    Conflict("loader.reader", lambda c: _served(c) and _petastorm(c),
-             "expected 'spark_dl' with parallel.strategy={c.parallel.strategy!r}, where ranks take over rows of "
-             "other ranks, found 'petastorm'"),
     Conflict("train.lr_scaling", lambda c: c.train.lr_scaling != "none" and c.train.scheduler in ABSOLUTE,
              "has no effect with OneCycleLR and CyclicLR, whose rates are absolute; set it to none, and max_lr in "
              "train.scheduler_args"),
@@ -168,9 +144,6 @@ CONFLICTS = (
     Conflict("train.on_nonfinite", lambda c: _error_feedback(c) and c.train.on_nonfinite == "skip",
              "expected raise or rollback with parallel.compression 'powersgd', 'threshold' or 'topk', whose error "
              "feedback keeps a part of the gradient for later steps, found {c.train.on_nonfinite!r}"),
-    Conflict("train.on_nonfinite", lambda c: _petastorm(c) and c.train.on_nonfinite == "rollback",
-             "expected raise or skip with loader.reader=petastorm, whose order is not reproducible, so that the same "
-             "step would have other rows, found {c.train.on_nonfinite!r}"),
     Conflict("train.check_replicas_every", lambda c: _replaces_weights(c) and c.train.check_replicas_every > 0,
              "expected 0 with parallel.strategy={c.parallel.strategy!r}, whose ranks get the weights anew in each "
              "step, found {c.train.check_replicas_every}"),

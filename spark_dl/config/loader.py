@@ -9,7 +9,6 @@ from spark_dl.config.checks import check, check_bool, check_choices, check_numbe
 from spark_dl.config.fields import may_change, named_settings
 
 Ragged = Literal["pad", "offsets"]
-Reader = Literal["spark_dl", "petastorm"]
 
 
 @named_settings
@@ -46,8 +45,6 @@ class Loader:
     """Number of rows of an epoch of several datasets, rounded up to whole global batches. Each dataset goes on in the
     next epoch where it was at the end of this one. Null: an epoch ends with the dataset that takes the most steps, and
     all begin again."""
-    reader: Reader = "spark_dl"
-    """Reader of shards. `petastorm` uses the package of that name, for comparison; it must be installed."""
 
     def __post_init__(self) -> None:
         for name in ("num_streams", "shuffle_window_rows", "memory_mib", "reader_threads", "prefetch_batches"):

@@ -148,7 +148,6 @@ def predict_dataset(spark: SparkSession, data: str | ShardSet, scorer: Scorer, n
     usual = Loader()
     loader = dataclasses.replace(
         scorer.config.loader,
-        reader=usual.reader,
         proportions=usual.proportions,
         epoch_size=usual.epoch_size,
         num_streams=usual.num_streams,

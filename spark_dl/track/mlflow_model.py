@@ -5,7 +5,6 @@ Nothing is pickled, and the model is loaded without spark_dl and without the cod
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import tempfile
 from collections.abc import Callable, Sequence
@@ -43,7 +42,7 @@ class Example:
         """Reads the first rows of the training data. Returns None if only the ranks have them."""
         if not run.train.columns:
             return None
-        config = dataclasses.replace(run.config, loader=dataclasses.replace(run.config.loader, reader="spark_dl"))
+        config = run.config
         _check_columns(run.train.select(config.data.columns), config.data.features)
         loader = build_loader(run.train, config, rank=0, world_size=config.data_size, shuffle=False)
         batches = loader.epoch(0)

@@ -173,18 +173,6 @@ def test_0_7_6_is_read_as_petastorm_reads_it(run_petastorm):
     assert_same_rows([{name: plain(value) for name, value in row.items()} for row in rows], read)
 
 
-def test_the_reader_of_petastorm_gives_the_same_tensors(run_petastorm):
-    root, names = legacy("0.7.6"), ["id", "matrix", "image_png", "matrix_uint16", "python_primitive_uint8"]
-    ours = columns_of(open_parquet(str(root), names), *names)
-    found = {name: [] for name in names}
-    for batches in run_petastorm("read_batches", {"url": str(root), "columns": names}):
-        for batch in batches:
-            is_true = cells(batch["weight"]) > 0
-            for name in names:
-                found[name].extend(cells(batch[name])[is_true])
-    assert plain_rows(found) == plain_rows(ours)
-
-
 def test_0_4_0_is_read_by_us_alone(run_petastorm):
     root = legacy("0.4.0")
     (read,) = run_petastorm("read_rows", [{"url": str(root), "rows": 100, "reader": "make_reader"}])

@@ -161,7 +161,7 @@ def test_data_launch_and_parallel_know_only_themselves_and_what_is_common(part):
 
 
 CORRIDOR = (
-    "plan", "petastorm_plan", "columns", "parquet", "petastorm", "dataset", "write", "store", "external", "read",
+    "plan", "columns", "parquet", "petastorm", "dataset", "write", "store", "external", "read",
     "load",
 )  # fmt: skip
 """The rooms of `data`, in the order in which rows walk through them."""

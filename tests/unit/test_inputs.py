@@ -110,7 +110,7 @@ def test_the_settings_of_another_dataset_are_not_meant_for_one_that_is_written(t
 
 
 @pytest.mark.parametrize(("key", "settings"), [
-    ("loader.reader", {"reader": "petastorm"}), ("loader.proportions", {"proportions": {"a": 1}}),
+    ("loader.proportions", {"proportions": {"a": 1}}),
     ("shards.store", {"store": "/s"}), ("shards.cache_dir", {"cache_dir": "/c", "cache_mib": 8}),
 ])  # fmt: skip
 def test_a_function_on_rows_refuses_settings_that_mean_nothing_there(key, settings):
@@ -119,18 +119,6 @@ def test_a_function_on_rows_refuses_settings_that_mean_nothing_there(key, settin
         check_rank_rows(None, config.data, config.shards, config.loader)
     config = asked()
     check_rank_rows(None, config.data, config.shards, config.loader)
-
-
-@pytest.mark.parametrize("key", ["nulls", "nonfinite"])
-@pytest.mark.parametrize("policy", ["drop", "fill"])
-def test_petastorm_reads_an_external_dataset_as_it_is(tmp_path, key, policy):
-    pq.write_table(pa.table(X), tmp_path / "a.parquet")
-    settings = {key: policy, "fill": {"x": 1} if policy == "fill" else {}}
-    shards = open_parquet(str(tmp_path), ["x"], data=asked(settings).data)
-    for source in (str(tmp_path), shards):
-        assert opened(source, asked(settings)).rows == 64
-        with pytest.raises(ValueError, match=rf"^data.{key}: found '{policy}' with loader.reader=petastorm, "):
-            opened(source, asked(settings, reader="petastorm"))
 
 
 # NaN and Inf in our own shards

@@ -12,9 +12,7 @@ from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.external.files import leaves_out_rows
 from spark_dl.data.load.loader import Loader
 from spark_dl.data.load.mixture import MixedLoader, MixedPlan, Mixture
-from spark_dl.data.load.petastorm_reader import PetastormLoader
 from spark_dl.data.load.row_names import NamesRows
-from spark_dl.data.petastorm_plan import PetastormPlan
 from spark_dl.data.plan import Plan
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.world import World
@@ -24,7 +22,7 @@ class BatchLoader(NamesRows, Protocol):
     """The batches of one rank, with the interface of `Loader`."""
 
     @property
-    def plan(self) -> Plan | MixedPlan | PetastormPlan: ...
+    def plan(self) -> Plan | MixedPlan: ...
 
     @property
     def columns(self) -> tuple[Column, ...]: ...
@@ -33,7 +31,7 @@ class BatchLoader(NamesRows, Protocol):
 
 
 def build_loader(data: ShardSet | Mixture, config: Config, **options: Any) -> BatchLoader:
-    """Builds the loader of a dataset or a mixture, as `loader.reader` selects. Called on a worker; not collective.
+    """Builds the loader of a dataset or a mixture. Called on a worker; not collective.
 
     `options` are the options of `Loader`. Raises the errors of the loaders, and ValueError for `data.filters` if the
     driver did not count the rows that pass.
@@ -47,8 +45,7 @@ def build_loader(data: ShardSet | Mixture, config: Config, **options: Any) -> Ba
             )
     if isinstance(data, Mixture):
         return MixedLoader(data, config, **options)
-    loaders: dict[str, type[Loader] | type[PetastormLoader]] = {"spark_dl": Loader, "petastorm": PetastormLoader}
-    return loaders[config.loader.reader](data, config, **options)
+    return Loader(data, config, **options)
 
 
 def build_train_loader(

@@ -74,9 +74,6 @@ EXCLUDES = (
     Conflict("shards.storage", lambda c: _mesh(c).model > 1 and c.shards.storage == "local",
              "expected 'shared' with parallel.pipeline or parallel.tensor above 1, found 'local', which keeps the rows "
              "of a rank on its host alone: all ranks of a copy of the model read the same rows"),
-    Conflict("loader.reader", lambda c: _mesh(c).model > 1 and c.loader.reader == "petastorm",
-             "expected 'spark_dl' with parallel.pipeline or parallel.tensor above 1, found 'petastorm', whose order "
-             "is not the same on all ranks of a copy of the model"),
     Conflict("parallel.zero_stage", lambda c: _mesh(c).experts > 1 and _mesh(c).zero_stage == 3,
              "expected 0, 1 or 2 with parallel.experts above 1, as experts are not gathered for each layer, found 3"),
     Conflict("parallel.find_unused_parameters",

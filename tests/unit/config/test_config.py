@@ -112,7 +112,6 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
     (Loader, "loader.proportions", [["a"], None, 0.5]),
     (Loader, "loader.proportions.a", [], [{"proportions": {"a": v}} for v in (0, -1, NAN, INF, "1", True, None)]),
     (Loader, "loader.epoch_size", [0, -1, 2.0, "8", True, 100]),
-    (Loader, "loader.reader", ["arrow", "Petastorm", "", None]),
     (Sequences, "sequences.length", [0, -1, 2.0, "8", True, None]),
     (Sequences, "sequences.stride", [], [{"length": 2, "stride": s} for s in (0, -1, 2.0, None)]),
     (Sequences, "sequences.order", [], [{"length": 2, "order": o} for o in ("", 3)]),

@@ -24,7 +24,7 @@ from spark_dl import (
 from spark_dl.config.conflicts import CONFLICTS, Conflict
 from tests.builders.settings import make_config, make_sections, parallel
 
-PETASTORM, LOCAL, MIXED, HELD_OUT = {"reader": "petastorm"}, {"storage": "local"}, {"proportions": {"a": 1}}, {
+LOCAL, MIXED, HELD_OUT = {"storage": "local"}, {"proportions": {"a": 1}}, {
     "validation_fraction": 0.1
 }  # fmt: skip
 FILTERS, SEQUENCES = {"filters": [["x", ">", 1]]}, {"sequence_length": 2}
@@ -33,17 +33,11 @@ METRICS = {"metrics": {"accuracy": {"class": "MulticlassAccuracy"}}}
 EXCLUSIVE = [  # the key that the error names, and settings of which each is valid without the other
     ("train.validation_fraction", MIXED, HELD_OUT),
     ("shards.storage", MIXED, LOCAL),
-    ("loader.reader", MIXED, PETASTORM),
-    ("train.validation_fraction", PETASTORM, HELD_OUT),
-    ("data.filters", PETASTORM, FILTERS),
-    ("shards.storage", PETASTORM, LOCAL),
-    ("shards.cache_dir", PETASTORM, {"cache_dir": "/c", "cache_mib": 8}),
     ("data.filters", LOCAL, FILTERS),
     ("shards.store", LOCAL, {"store": "/store"}),
     ("train.validation_fraction", SEQUENCES, HELD_OUT),
     ("shards.storage", SEQUENCES, LOCAL),
     ("data.filters", SEQUENCES, FILTERS),
-    ("loader.reader", SEQUENCES, PETASTORM),
     ("data.weight", SEQUENCES, {"weight": "w"}),
     ("train.metrics", {"label": None}, METRICS),
     ("launch.num_ranks", {"parallel": Single()}, {"num_ranks": 2}),
@@ -59,8 +53,6 @@ EXCLUSIVE = [  # the key that the error names, and settings of which each is val
     ("train.channels_last", SERVED, {"channels_last": True}),
     ("shards.storage", {"parallel": TreeReduce()}, LOCAL),
     ("shards.storage", {"parallel": ShuffleReduce()}, LOCAL),
-    ("loader.reader", {"parallel": TreeReduce()}, PETASTORM),
-    ("loader.reader", {"parallel": ShuffleReduce()}, PETASTORM),
     ("loader.ragged", {"parallel": DPSingleProcess()}, {"ragged": "offsets"}),
     *(
         ("train.precision", {"parallel": DDP(compression=c)}, {"precision": "fp16"})
@@ -70,7 +62,6 @@ EXCLUSIVE = [  # the key that the error names, and settings of which each is val
     ("train.clip_grad_norm", TWO_SERVERS, {"clip_grad_norm": 1.0}),
     *(("train.on_nonfinite", SERVED, {"on_nonfinite": policy}) for policy in ("skip", "rollback")),
     ("train.on_nonfinite", {"parallel": DDP(compression="topk")}, {"on_nonfinite": "skip"}),
-    ("train.on_nonfinite", PETASTORM, {"on_nonfinite": "rollback"}),
     ("train.check_replicas_every", SERVED, {"check_replicas_every": 5}),
     ("train.check_replicas_every", {"parallel": TreeReduce()}, {"check_replicas_every": 5}),
     ("train.lr_scaling", {"scheduler": "OneCycleLR", "scheduler_args": {"max_lr": 1.0}}, {"lr_scaling": "linear"}),
@@ -78,7 +69,6 @@ EXCLUSIVE = [  # the key that the error names, and settings of which each is val
     ("shards.storage", SERVED, LOCAL),
     ("track.profile_steps", SERVED, {"profile_steps": (1, 2)}),
     ("track.profile_steps", {"parallel": TreeReduce()}, {"profile_steps": (1, 2)}),
-    ("loader.reader", SERVED, PETASTORM),
     ("launch.min_ranks", {"min_ranks": 1}, LOCAL),
     ("launch.min_ranks", {"min_ranks": 1}, {"parallel": Auto()}),
 ]

@@ -46,7 +46,6 @@ EXCLUDES = (
     _conflict("train.compile", True, "false"),
     _conflict("train.channels_last", True, "false"),
     _conflict("shards.storage", "local", "'shared'"),
-    _conflict("loader.reader", "petastorm", "'spark_dl'"),
     _conflict("loader.ragged", "offsets", "'pad'"),
 )  # fmt: skip
 """A plan can have stages, tensor ranks and shards. What any of them excludes is excluded here."""

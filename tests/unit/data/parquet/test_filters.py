@@ -502,7 +502,5 @@ def test_a_loader_for_rows_that_were_not_counted(tmp_path):
 
 
 def test_what_filters_do_not_go_with():
-    with pytest.raises(ValueError, match="data.filters: .* with loader.reader=petastorm"):
-        config([["x", ">", 3]], reader="petastorm")
     with pytest.raises(ValueError, match=r"data.filters: .* with shards.storage=local.*df.filter"):
         config([["x", ">", 3]], storage="local")

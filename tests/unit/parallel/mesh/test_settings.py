@@ -39,7 +39,6 @@ def test_settings_that_do_not_fit_each_other(mesh, message):
     ({"zero_stage": 1}, {"compile": True}, "train.compile: not supported with parallel.strategy='mesh'"),
     ({"zero_stage": 1}, {"channels_last": True}, "train.channels_last: not supported"),
     ({"tensor": 2}, {"storage": "local"}, "shards.storage: expected 'shared' with parallel.pipeline or"),
-    ({"tensor": 2}, {"reader": "petastorm"}, "loader.reader: expected 'spark_dl' with parallel.pipeline"),
     ({"pipeline": 2}, {"ragged": "offsets", "accumulation_steps": 2}, "loader.ragged: expected 'pad' with"),
     ({"pipeline": 2, "tensor": 2}, {"num_streams": 1, "global_batch_size": 8, "num_ranks": 8, "accumulation_steps": 2},
      "loader.num_streams: expected at least 2, the number of data ranks,"),

@@ -23,7 +23,6 @@ from spark_dl.launch.failures import rank_state
 from spark_dl.launch.failures.errors import OtherRankError
 from spark_dl.parallel.loss import Count, count_of, counts_elements
 from spark_dl.parallel.modules import ModuleState, apply_layout, to_device
-from spark_dl.parallel.stragglers import delayed
 from spark_dl.parallel.trainable import Trainable
 from spark_dl.rundir.metrics import MetricsLog
 from spark_dl.spec import Batch, ModelSpec, Run
@@ -68,7 +67,11 @@ def train(
     """
     run = dataclasses.replace(run, config=row_metrics.with_mode(run.spec, run.config))
     seed_generators(run.config.train.seed)  # the same weights on all ranks
-    trainable = delayed(parallelize(run.spec, world, run.config), run.config, world.rank)
+    trainable = parallelize(run.spec, world, run.config)
+    if run.config.faults.straggler != "none":
+        from spark_dl.parallel.stragglers import delayed
+
+        trainable = delayed(trainable, run.config, world.rank)
     try:
         apply_layout(trainable.modules[0], run.config)
         loader = build_train_loader(

@@ -12,23 +12,17 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spark_dl.checks.storage import check_dtypes, check_reach, check_transform
 from spark_dl.config import Config, Launch, strategies
 from spark_dl.data.columns.schema import check_reference_columns
-from spark_dl.data.columns.source import SourceColumn
 from spark_dl.data.dataset.memory import check_memory
 from spark_dl.data.dataset.records import ShardSet
-from spark_dl.data.load import local
 from spark_dl.data.load.resume_check import check_rows
 from spark_dl.evaluate import evaluate
 from spark_dl.gather import gather_by_store
-from spark_dl.launch.backends import checked_backends
 from spark_dl.launch.rank import rendezvous
-from spark_dl.launch.rank.desync import first_compared
-from spark_dl.launch.rank.environment import first_step_checked, own_groups
-from spark_dl.launch.rank.script import run_script
 from spark_dl.launch.rank.task import RankResult, TaskInput
 from spark_dl.loop import train
 from spark_dl.rundir import checkpoint, environment
@@ -36,6 +30,10 @@ from spark_dl.spec import Run
 from spark_dl.training import initial
 from spark_dl.training.checks import out_of_memory_explained
 from spark_dl.world import World
+
+if TYPE_CHECKING:
+    from spark_dl.data.columns.source import SourceColumn
+    from spark_dl.data.load.local import Gather, RowSettings, Spilled
 
 _log = logging.getLogger("spark_dl")
 
@@ -67,7 +65,7 @@ def main(
         check_reach(run, _gather(world), rank=world.rank, host=world.host, writes=task == "train")
         if spilled is not None:
             try:
-                shards = local.assemble(spilled, _gather(world))
+                shards = spilled.assemble(_gather(world))
                 _check_streamed(shards, run, world, task)
             except ValueError as error:
                 return RankResult(world.rank, None, refused=str(error))
@@ -84,7 +82,7 @@ def call(
     launch: Launch,
     *,
     columns: Sequence[SourceColumn] = (),
-    settings: local.RowSettings | None = None,
+    settings: RowSettings | None = None,
     rows: TaskInput | None = None,
     report: Report | None = None,
 ) -> RankResult:
@@ -97,6 +95,12 @@ def call(
     rows: rows that are streamed to this task, the first argument of the function, as a `RankRows`.
     columns, settings: the columns of `rows`, and how they are stored and read.
     """
+    # The ranks of a training need none of these.
+    from spark_dl.launch.backends import checked_backends
+    from spark_dl.launch.rank.desync import first_compared
+    from spark_dl.launch.rank.environment import first_step_checked, own_groups
+    from spark_dl.launch.rank.script import run_script
+
     with (
         _spilled(rows, columns, settings) as spilled,
         # A script has its GPU for itself, so this process must not take memory of it.
@@ -107,7 +111,7 @@ def call(
         if spilled is not None:
             assert settings is not None
             try:
-                args = (local.RankRows(local.assemble(spilled, _gather(world)), settings), *args)
+                args = (settings.rank_rows(spilled.assemble(_gather(world))), *args)
             except ValueError as error:
                 return RankResult(world.rank, None, refused=str(error))
         if fn is run_script:
@@ -158,12 +162,15 @@ def train_run(run: Run, world: World) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _spilled(
-    rows: TaskInput | None, columns: Sequence[SourceColumn], settings: Config | local.RowSettings | None
-) -> Iterator[local.Spilled | None]:
+    rows: TaskInput | None, columns: Sequence[SourceColumn], settings: Config | RowSettings | None
+) -> Iterator[Spilled | None]:
     """Writes the rows of this task to the local disk for the block. Yields None if no rows are streamed."""
     if rows is None:
         yield None
         return
+    # Imported with local storage alone: it brings what writes shards.
+    from spark_dl.data.load import local
+
     assert settings is not None
     with local.spill(
         rows.batches,
@@ -190,5 +197,5 @@ def _check_streamed(shards: ShardSet, run: Run, world: World, task: str) -> None
         check_rows(shards, run.config, saved)
 
 
-def _gather(world: World) -> local.Gather:
+def _gather(world: World) -> Gather:
     return functools.partial(gather_by_store, world.store, world.rank, world.world_size)

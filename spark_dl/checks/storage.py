@@ -13,7 +13,7 @@ import random
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,13 +24,15 @@ from spark_dl.config import Config
 from spark_dl.data.columns.batch import build_batch, cast_columns, two_rows_of_zeros
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.records import ShardSet
-from spark_dl.data.load.local import Gather
 from spark_dl.data.load.mixture import Mixture
 from spark_dl.generators import generators_kept
 from spark_dl.parallel.loss import weighted_loss_sum
 from spark_dl.rundir.checkpoint_files import MANIFEST
 from spark_dl.spec import ModelSpec, Run, check_rows
 from spark_dl.training.initial import InitialWeights
+
+if TYPE_CHECKING:
+    from spark_dl.data.load.local import Gather
 
 _IS_ABOUT_DTYPES = re.compile(
     r"dtype|scalar type|Double|Half|not implemented for '(Int|Short|Char|Byte|Bool)'|bool tensor"

@@ -36,8 +36,6 @@ def delay_s(config: Config, rank: int, computation: int) -> float:
 
 def delayed(trainable: Trainable, config: Config, rank: int) -> Trainable:
     """Returns the trainable with the configured delay before each gradient computation."""
-    if config.faults.straggler == "none":
-        return trainable
     computations = 0
 
     def forward_backward(micro_batches: Sequence[Batch], count: Count) -> Tensor:

@@ -33,7 +33,7 @@ from pyarrow.fs import FileType
 from torch import Tensor, nn
 
 from spark_dl import storage
-from spark_dl.parallel.mesh.state import Layout, Piece, may_overlap, missing_elements, whole
+from spark_dl.parallel.pieces import Layout, Piece, may_overlap, missing_elements, whole
 from spark_dl.rundir import signing
 from spark_dl.rundir.generations import create_exclusively
 

@@ -28,7 +28,6 @@ from spark_dl import storage
 from spark_dl._version import __version__
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.mixture import Mixture
-from spark_dl.spark_job import SessionEndedError
 from spark_dl.spec import Run
 from spark_dl.world import World
 
@@ -88,6 +87,8 @@ def recorded(run: Run, spark: Mapping[str, Any]) -> Iterator[Callable[[Mapping[s
     try:
         yield result.update
     except BaseException as error:
+        from spark_dl.spark_job import SessionEndedError
+
         is_failure = isinstance(error, Exception) and not isinstance(error, SessionEndedError)
         text = f"{type(error).__name__}: {error}"[:_MAX_ERROR]
         end = {"outcome": FAILED if is_failure else INTERRUPTED, "error": text, "ended": time.time()}

@@ -29,7 +29,6 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 
 from spark_dl import storage
 from spark_dl.rundir.metrics import MetricsLog
-from spark_dl.rundir.run_folder import PROFILE, TRACE
 from spark_dl.spec import Run
 from spark_dl.storage.owner import temporary_prefix
 from spark_dl.world import World
@@ -206,6 +205,8 @@ class StepProfile:
         """first_step: number of steps that are done already."""
         assert run.config.track.profile_steps is not None
         self._first, self._last = run.config.track.profile_steps
+        from spark_dl.rundir.run_folder import PROFILE, TRACE
+
         self._url = storage.within(run.run_dir, PROFILE, TRACE.format(world.rank))
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if world.device.type == "cuda" else [])]
         self._step = first_step

@@ -18,7 +18,7 @@ import pytest
 from spark_dl import Shards, storage
 from spark_dl.data.load.loader import Loader
 from spark_dl.data.store import cache as cache_module
-from spark_dl.data.store.cache import DiskCache, build_cache, open_input
+from spark_dl.data.store.cache import DiskCache, build_cache
 from tests.builders.models import small_config
 from tests.storage.test_s3 import labels, write
 
@@ -37,7 +37,7 @@ def put(s3, name, size=MIB, seed=0):
 
 
 def read(url, cache, **known):
-    with open_input(url, cache=cache, **known) as file:
+    with cache.open_input(url, **known) as file:
         return file.read()
 
 
@@ -87,7 +87,7 @@ def test_the_least_recently_used_goes_and_the_bound_holds(s3, cache):
 
 def test_a_reader_keeps_what_it_has_open(s3, cache):
     url, content, known = put(s3, "open", 3 * MIB)
-    with open_input(url, cache=cache, **known) as file:
+    with cache.open_input(url, **known) as file:
         for i in range(4):
             other, _, about = put(s3, f"other-{i}", 2 * MIB)
             read(other, cache, **about)
@@ -252,7 +252,7 @@ def slow(file, chunk):
     time.sleep(60)
 cache._write = slow
 url, folder, limit, sha256, size = sys.argv[1:]
-cache.open_input(url, cache=cache.DiskCache(folder, int(limit)), sha256=sha256, size=int(size))
+cache.DiskCache(folder, int(limit)).open_input(url, sha256=sha256, size=int(size))
 """
 
 

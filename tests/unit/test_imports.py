@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from torch import nn
 
 import spark_dl
 import spark_dl.ml
 from spark_dl.config import strategies
+from spark_dl.data.write.arrays import write_arrays
+from spark_dl.spec import Run
+from tests.builders.models import blobs, small_config
 
 PACKAGE = Path(spark_dl.__file__).parent
 ROOT = PACKAGE.parent
@@ -502,6 +506,30 @@ def test_an_import_loads_what_it_runs():
     of_ranks = modules_after("import spark_dl.worker")
     not_of_ranks = ("driver", "ml", "trials", "planning", "doctor", "cli")
     assert [m for m in of_ranks if m.split(".")[1:2] and m.split(".")[1] in not_of_ranks] == []
+
+
+TRAINING = """
+import pickle, sys
+from spark_dl import worker
+with open(sys.argv[1], "rb") as file:
+    worker.main(pickle.load(file))
+print(*sys.modules)
+"""
+
+
+def test_a_rank_loads_what_it_runs(tmp_path):
+    """Spark starts a Python worker for each rank: what it loads costs each start, and each reader."""
+    train = write_arrays(blobs(96), str(tmp_path / "d"))
+    spec = spark_dl.ModelSpec(build=functools.partial(nn.Linear, 4, 3))
+    run = Run(spec=spec, config=small_config(1), train=train, run_dir=str(tmp_path / "r"))
+    (tmp_path / "run").write_bytes(pickle.dumps(run))
+    found = subprocess.check_output([sys.executable, "-c", TRAINING, tmp_path / "run"], text=True, timeout=110).split()
+    of_driver = {"jsonargparse", "yaml", "pyspark", "pandas", "mlflow"} | {
+        f"spark_dl.{name}" for name in ("driver", "inputs", "prepare", "cli", "track", "checks.settings", "data.write")
+    }
+    assert sorted(of_driver & {*found}) == []
+    own = [name for name in found if name.split(".")[0] == "spark_dl"]
+    assert len(own) <= 120, own
 
 
 def test_public_names_come_before_modules_of_the_same_name():

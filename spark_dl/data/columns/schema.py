@@ -25,6 +25,9 @@ MAX_GROUP_BYTES = 2**31 - 1
 
 OWN_CODECS = ("scalar", "ndarray", "list", "binary", "image")
 """Codecs of our own shards."""
+CHARACTER_BYTES = 4
+"""Bytes of a character in a NumPy array of strings. An empty string takes the same."""
+
 _ADDED = ("mode", "orientation", "interpolation", "formats", "source_type")
 
 
@@ -227,3 +230,11 @@ def npy_header(column: Column) -> bytes:
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": column.shape}
     np.lib.format.write_array_header_1_0(buffer, header)
     return buffer.getvalue()
+
+
+def unit_of(column: Column) -> int | None:
+    """Bytes of an element, if the number of elements follows from the bytes of a cell; otherwise None."""
+    if column.codec.startswith("petastorm.") and column.encoding.is_lookup:
+        return CHARACTER_BYTES
+    in_bytes = column.codec.startswith("petastorm.") or column.encoding.kind == "bytes"
+    return np.dtype(column.dtype).itemsize if in_bytes else None

@@ -15,6 +15,7 @@ from typing import Any, overload
 import numpy as np
 import pyarrow as pa
 
+from spark_dl.config import Config
 from spark_dl.config.checks import suggestion
 from spark_dl.data.columns.policies import Changes, Rules
 from spark_dl.data.columns.ragged import Array
@@ -270,3 +271,22 @@ class ShardSet:
                     f"no column {name!r} in the dataset {self.url}{near} (data.features, data.label, sequences.*)"
                 )
         return tuple(by_name[name] for name in names)
+
+
+def leaves_out_rows(shards: ShardSet, config: Config) -> bool:
+    """Returns whether some rows of a dataset may be skipped, so that its rows must be counted first."""
+    return bool(config.data.filters or any(columns_that_drop(shards, config)))
+
+
+def columns_that_drop(shards: ShardSet, config: Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the columns in which a null drops its row, also inside an array, and those in which NaN or Inf does.
+
+    For external datasets only: spark_dl drops such rows when it writes shards.
+    """
+    no_nulls: tuple[str, ...] = ()
+    finite: tuple[str, ...] = ()
+    if shards.external and config.data.nulls == "drop":
+        no_nulls = config.stored_columns
+    if shards.external and config.data.nonfinite == "drop":
+        finite = tuple(c.name for c in shards.select(config.stored_columns) if np.dtype(c.dtype).kind in "fc")
+    return no_nulls, finite

@@ -15,17 +15,16 @@ import pyarrow.compute as pc
 from spark_dl import storage
 from spark_dl.config import Data
 from spark_dl.config.checks import suggestion
-from spark_dl.data.columns import cell_codec, schema
+from spark_dl.data.columns import schema
 from spark_dl.data.columns.cells import read_cells
 from spark_dl.data.columns.elements import leaf_type, null_rows
-from spark_dl.data.columns.ragged import Array
-from spark_dl.data.columns.schema import Column
+from spark_dl.data.columns.schema import Column, unit_of
 from spark_dl.data.columns.source import HAS_DOT, NO_NULLS, SourceColumn, arrow_source_column, check_fill
 from spark_dl.data.external.files import File, check_in_all, elements_of, names_below, type_at, without_values
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet.file import table_column
 from spark_dl.data.parquet.filters import NULL_PARTITION
-from spark_dl.data.petastorm.columns import CHARACTER_BYTES, is_string_or_time, petastorm_column, shape_of
+from spark_dl.data.petastorm.columns import is_string_or_time, petastorm_column, shape_of
 from spark_dl.data.petastorm.unischema import NUMBERS, Field
 
 _ROWS_AT_ONCE = 64
@@ -138,18 +137,6 @@ def _string_partition(name: str, settings: Mapping[str, Any]) -> Column:
     return Column(name, source.dtype, (), "partition", source.encoding)
 
 
-def partition_cells(column: Column, value: str, rows: int) -> Array:
-    """Returns the value of a partition, once for each row. # (rows,)"""
-    if value == NULL_PARTITION and column.fill is None:
-        raise ValueError(f"column {column.name!r}: found a partition that is null, expected {NO_NULLS}")
-    if column.encoding.kind == "number":
-        number = float if np.dtype(column.dtype).kind == "f" else int
-        return np.full(rows, number(column.fill if value == NULL_PARTITION else value), column.dtype)
-    cell = cell_codec.decode(column, pa.array([None if value == NULL_PARTITION else value], pa.string()))
-    assert isinstance(cell, np.ndarray)
-    return np.full(rows, cell[0])
-
-
 def _arrow_column(source: SourceColumn, arrow: pa.DataType, url: str, files: Sequence[File], data: Data) -> Column:
     _check_vocabulary(source)
     if data.encode.get(source.name, {}).get("bad", "raise") != "raise":
@@ -181,14 +168,6 @@ def _check_vocabulary(source: SourceColumn | Column) -> None:
 
 def _mean_size(name: str, files: Sequence[File], *, unit: int | None) -> float:
     return sum(sum(elements_of(name, file, unit=unit)) for file in files) / sum(sum(file.row_groups) for file in files)
-
-
-def unit_of(column: Column) -> int | None:
-    """Bytes of an element, if the number of elements follows from the bytes of a cell; otherwise None."""
-    if column.codec.startswith("petastorm.") and column.encoding.is_lookup:
-        return CHARACTER_BYTES
-    in_bytes = column.codec.startswith("petastorm.") or column.encoding.kind == "bytes"
-    return np.dtype(column.dtype).itemsize if in_bytes else None
 
 
 def _arrow_shape(source: SourceColumn, codec: str, cell: pa.Array, data: Data) -> _Shape | None:

@@ -20,10 +20,10 @@ from spark_dl import storage
 from spark_dl.config import Data
 from spark_dl.data.columns import schema
 from spark_dl.data.columns.policies import Rules
-from spark_dl.data.columns.schema import Column
+from spark_dl.data.columns.schema import Column, unit_of
 from spark_dl.data.columns.source import NO_NULLS, check_batch_names, check_names
 from spark_dl.data.dataset.records import Shard, ShardSet, ShardTable
-from spark_dl.data.external.columns import external_column, unit_of
+from spark_dl.data.external.columns import external_column
 from spark_dl.data.external.files import (
     File,
     comparable_type,

@@ -29,7 +29,7 @@ from spark_dl import storage
 from spark_dl.config import Config
 from spark_dl.config.checks import suggestion
 from spark_dl.data.dataset.manifest import MANIFEST, is_own_shard
-from spark_dl.data.dataset.records import Shard, ShardSet
+from spark_dl.data.dataset.records import Shard, ShardSet, columns_that_drop, leaves_out_rows
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet.buffers import ByteBudget
 from spark_dl.data.parquet.calendar import RebasedFile, may_change
@@ -360,11 +360,6 @@ def without_values(arrow: pa.DataType | None) -> bool:
     return arrow is not None and pa.types.is_null(arrow)
 
 
-def leaves_out_rows(shards: ShardSet, config: Config) -> bool:
-    """Returns whether some rows of a dataset may be skipped, so that its rows must be counted first."""
-    return bool(config.data.filters or any(_columns_that_drop(shards, config)))
-
-
 def filter_rows(shards: ShardSet, config: Config) -> ShardSet:
     """Returns the dataset with only the rows that pass `config.data`; unchanged if all rows pass.
 
@@ -375,7 +370,7 @@ def filter_rows(shards: ShardSet, config: Config) -> ShardSet:
     if not leaves_out_rows(shards, config):
         return shards
     data = config.data
-    no_nulls, finite = _columns_that_drop(shards, config)
+    no_nulls, finite = columns_that_drop(shards, config)
     conditions = _conditions_of(shards, data.filters, no_nulls, finite)
     described = _described(data.filters, no_nulls, finite)
     memory = ByteBudget(config.loader.memory_mib << 20)
@@ -392,20 +387,6 @@ def filter_rows(shards: ShardSet, config: Config) -> ShardSet:
         rows.sum(), stored, np.count_nonzero(rows), len(rows), described, shards.url, num_read,
     )  # fmt: skip
     return dataclasses.replace(shards, filtered=Filtered(conditions, rows))
-
-
-def _columns_that_drop(shards: ShardSet, config: Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the columns in which a null drops its row, also inside an array, and those in which NaN or Inf does.
-
-    For external datasets only: spark_dl drops such rows when it writes shards.
-    """
-    no_nulls: tuple[str, ...] = ()
-    finite: tuple[str, ...] = ()
-    if shards.external and config.data.nulls == "drop":
-        no_nulls = config.stored_columns
-    if shards.external and config.data.nonfinite == "drop":
-        finite = tuple(c.name for c in shards.select(config.stored_columns) if np.dtype(c.dtype).kind in "fc")
-    return no_nulls, finite
 
 
 def _conditions_of(shards: ShardSet, filters: Sequence[Any], no_nulls: Sequence[str], finite: Sequence[str]) -> AnyOf:

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 from spark_dl.config import Config
 from spark_dl.data.columns.batch import StepBatches
 from spark_dl.data.columns.schema import Column
-from spark_dl.data.dataset.records import ShardSet
-from spark_dl.data.external.files import leaves_out_rows
+from spark_dl.data.dataset.records import ShardSet, leaves_out_rows
 from spark_dl.data.load.loader import Loader
 from spark_dl.data.load.mixture import MixedLoader, MixedPlan, Mixture
 from spark_dl.data.load.row_names import NamesRows

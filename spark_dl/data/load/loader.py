@@ -25,7 +25,6 @@ from spark_dl.data.parquet.buffers import PrefetchBudget
 from spark_dl.data.plan import Ints, Plan, Split, check_held_out, streams_of_rank
 from spark_dl.data.read.rows import HELD_ROW_GROUPS, Limits
 from spark_dl.data.read.sequences import build_rows
-from spark_dl.data.store.cache import build_cache
 
 READY_SHARE = 4
 """Prefetched batches have this fraction of the memory: one over the number."""
@@ -71,7 +70,12 @@ class Loader:
         self._streams = streams_of_rank(loader.num_streams, reader, world_size)
         setting = memory_setting(loader.memory_mib, num_datasets)
         limits = Limits(self._budget, self._budget // max(1, len(self._streams)), setting)
-        self._rows = build_rows(shards, self.columns, config, split, build_cache(config.shards), limits)
+        cache = None
+        if config.shards.cache_dir:
+            from spark_dl.data.store.cache import build_cache
+
+            cache = build_cache(config.shards)
+        self._rows = build_rows(shards, self.columns, config, split, cache, limits)
         self._row_bytes = sum(c.value_bytes for c in self._rows.columns)
         self._is_ragged = any(c.is_ragged for c in self.columns)
         group_bytes = shards.group_bytes(self.columns)

@@ -2,8 +2,8 @@
 
 1. `dealt_rows` (driver): Spark distributes the rows round-robin to one partition per rank.
 2. `spill` (rank): the rank's barrier task writes its streamed rows as shards, in bounded memory.
-3. `assemble` (rank): the ranks exchange descriptions of their shards. Each rank then has the same dataset, of which it
-   reads its own part, and the plan assigns streams by parts.
+3. `Spilled.assemble` (rank): the ranks exchange descriptions of their shards. Each rank then has the same dataset, of
+   which it reads its own part, and the plan assigns streams by parts.
 
 The rows of two parts differ by at most the number of partitions of the DataFrame, so there is little padding.
 """
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("spark_dl")
 
-_DELETE_WAIT_S = 60.0
-_GUARD = "import shutil, sys; sys.stdin.buffer.read(); shutil.rmtree(sys.argv[1])"
-
 Gather = Callable[[str, Any], list[Any]]
 """(name, JSON value) -> the values of all ranks. Collective."""
+
+_DELETE_WAIT_S = 60.0
+_GUARD = "import shutil, sys; sys.stdin.buffer.read(); shutil.rmtree(sys.argv[1])"
 
 
 @contextlib.contextmanager
@@ -77,6 +77,34 @@ class Spilled:
     url: str
     sources: tuple[SourceColumn, ...]
     result: PartitionResult
+
+    def assemble(self, gather: Gather) -> ShardSet:
+        """Returns the dataset of all ranks, of which this rank can read its own part. Collective: called on every rank.
+
+        Raises the same ValueError on all ranks for invalid cells on any rank, cells of unequal shape, and no rows.
+        """
+        found = (PartitionResult.from_plain(p) for p in gather("parts", asdict(self.result)))
+        parts = sorted(found, key=lambda p: p.partition)
+        own = self.result.partition
+        assert [p.partition for p in parts] == list(range(len(parts)))
+        parts[own] = self.result  # not gathered, to open the files that this rank wrote
+        columns = with_sizes(agreed_columns(self.sources, parts), parts)
+        row = _first_row(self, columns) if self.result.shards else None
+        if not all(p.shards for p in parts):  # ranks without rows pad their batches with a row of another rank
+            donor = next(p.partition for p in parts if p.shards)
+            offered = gather("filler", _pack(row) if row and donor == own else None)
+            row = row or _unpack(next(o for o in offered if o))
+        assert row is not None
+        return ShardSet(
+            self.url,
+            columns,
+            ShardTable.of(s for p in parts for s in p.shards),
+            placement=LocalPlacement(
+                part=own,
+                part_shards=tuple(len(p.shards) for p in parts),
+                filler=dict(zip([c.name for c in columns], row, strict=True)),
+            ),
+        )
 
 
 @contextlib.contextmanager
@@ -133,35 +161,6 @@ def _temporary_folder(parent: str, env: Mapping[str, str] | None) -> Iterator[st
             _log.warning("%s is still being deleted after %g s", path, _DELETE_WAIT_S)
 
 
-def assemble(spilled: Spilled, gather: Gather) -> ShardSet:
-    """Returns the dataset of all ranks, of which this rank can read its own part. Collective: called on every rank.
-
-    Raises the same ValueError on all ranks for invalid cells on any rank, cells of unequal shape, and no rows.
-    """
-    found = (PartitionResult.from_plain(p) for p in gather("parts", asdict(spilled.result)))
-    parts = sorted(found, key=lambda p: p.partition)
-    own = spilled.result.partition
-    assert [p.partition for p in parts] == list(range(len(parts)))
-    parts[own] = spilled.result  # not gathered, to open the files that this rank wrote
-    columns = with_sizes(agreed_columns(spilled.sources, parts), parts)
-    row = _first_row(spilled, columns) if spilled.result.shards else None
-    if not all(p.shards for p in parts):  # ranks without rows pad their batches with a row of another rank
-        donor = next(p.partition for p in parts if p.shards)
-        offered = gather("filler", _pack(row) if row and donor == own else None)
-        row = row or _unpack(next(o for o in offered if o))
-    assert row is not None
-    return ShardSet(
-        spilled.url,
-        columns,
-        ShardTable.of(s for p in parts for s in p.shards),
-        placement=LocalPlacement(
-            part=own,
-            part_shards=tuple(len(p.shards) for p in parts),
-            filler=dict(zip([c.name for c in columns], row, strict=True)),
-        ),
-    )
-
-
 def _first_row(spilled: Spilled, columns: tuple[Column, ...]) -> list[Array]:
     """Returns the cells of this rank's first row; for ragged columns their values."""
     out: list[Array | list[Ragged]] = [[] if c.is_ragged else np.empty((1, *c.inner), dtype=c.dtype) for c in columns]
@@ -192,6 +191,10 @@ class RowSettings:
     loader: Loader = field(default_factory=Loader)
     """Order of rows and form of batches. The number of streams is the number of ranks."""
     validation_fraction: float = 0.0
+
+    def rank_rows(self, dataset: ShardSet) -> RankRows:
+        """Returns the first argument of the function."""
+        return RankRows(dataset, self)
 
 
 @dataclass(frozen=True)

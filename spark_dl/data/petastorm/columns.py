@@ -19,8 +19,6 @@ from spark_dl.data.columns.source import BadCellsError, SourceColumn, arrow_sour
 from spark_dl.data.petastorm import codecs
 from spark_dl.data.petastorm.unischema import TIMES, Codec, Field
 
-CHARACTER_BYTES = 4
-"""Bytes of a character in a NumPy array of strings. An empty string takes the same."""
 _NO_NUMBERS = ("str", "bytes", "decimal", *TIMES)
 
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -15,19 +15,21 @@ import pyarrow as pa
 
 from spark_dl import storage
 from spark_dl.config.data import Nonfinite
-from spark_dl.data.columns import policies
+from spark_dl.data.columns import cell_codec, policies
 from spark_dl.data.columns.elements import keeps_dictionary
 from spark_dl.data.columns.ragged import Array, Ragged, from_lengths, take
 from spark_dl.data.columns.schema import Column
+from spark_dl.data.columns.source import NO_NULLS
 from spark_dl.data.dataset.records import ShardSet
-from spark_dl.data.external import columns as external_columns
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet import filters
 from spark_dl.data.parquet.buffers import BufferPool, ByteBudget
-from spark_dl.data.petastorm.codecs import unpacked_bytes
+from spark_dl.data.parquet.filters import NULL_PARTITION
 from spark_dl.data.plan import FILLER, Ints, Segment, Split, rows_held_out, split_rows
 from spark_dl.data.read.shard_file import CurrentReads, ShardFile, is_sliced
-from spark_dl.data.store.cache import DiskCache, open_input
+
+if TYPE_CHECKING:
+    from spark_dl.data.store.cache import DiskCache
 
 Places = Sequence[Array | None]
 """Target arrays by column; None for ragged columns, and if a new array should be made. # each (rows, *cell)"""
@@ -260,7 +262,7 @@ class Rows:
                     arrays.append(read[name])
                 elif column.codec == "partition":
                     value = dict(self._shards.shards.partition_of(shard))[name]
-                    arrays.append(external_columns.partition_cells(column, value, passing))
+                    arrays.append(_partition_cells(column, value, passing))
                 else:
                     cells, size, memory = stored[name], unknown.get(name), self._memory[name]
                     arrays.append(file.decode(column, group, cells, size, place, memory, numbers))
@@ -323,7 +325,10 @@ class Rows:
         opened = self._of_thread.opened
         if shard not in opened:
             stored = self._shards.shards[shard]
-            source = open_input(url, cache=self._cache, sha256=stored.sha256, size=stored.bytes)
+            if self._cache is None:
+                source = storage.open_input(url)
+            else:
+                source = self._cache.open_input(url, sha256=stored.sha256, size=stored.bytes)
             if (size := source.size()) != stored.bytes:
                 raise ValueError(
                     f"found {size} bytes, expected {stored.bytes}; the file is not the one that was opened"
@@ -350,5 +355,20 @@ def _unreadable(text: str, cause: Exception) -> RuntimeError:
 
 def _unknown_bytes(column: Column, stored: pa.ChunkedArray) -> int:
     """Returns the decoded bytes that the footer does not give: dictionaries, and compressed arrays."""
-    is_compressed = column.codec.startswith("petastorm.compressed")
-    return parquet_file.decoded_bytes(stored) + (unpacked_bytes(stored) if is_compressed else 0)
+    if not column.codec.startswith("petastorm.compressed"):
+        return parquet_file.decoded_bytes(stored)
+    from spark_dl.data.petastorm.codecs import unpacked_bytes
+
+    return parquet_file.decoded_bytes(stored) + unpacked_bytes(stored)
+
+
+def _partition_cells(column: Column, value: str, rows: int) -> Array:
+    """Returns the value of a partition, once for each row. # (rows,)"""
+    if value == NULL_PARTITION and column.fill is None:
+        raise ValueError(f"column {column.name!r}: found a partition that is null, expected {NO_NULLS}")
+    if column.encoding.kind == "number":
+        number = float if np.dtype(column.dtype).kind == "f" else int
+        return np.full(rows, number(column.fill if value == NULL_PARTITION else value), column.dtype)
+    cell = cell_codec.decode(column, pa.array([None if value == NULL_PARTITION else value], pa.string()))
+    assert isinstance(cell, np.ndarray)
+    return np.full(rows, cell[0])

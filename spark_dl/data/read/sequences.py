@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,7 +26,9 @@ from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.plan import Ints, Segment, Split
 from spark_dl.data.read.rows import Limits, Rows
 from spark_dl.data.read.shard_file import CurrentReads
-from spark_dl.data.store.cache import DiskCache
+
+if TYPE_CHECKING:
+    from spark_dl.data.store.cache import DiskCache
 
 _log = logging.getLogger("spark_dl")
 _ROUNDING = 1e-9

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,14 +22,14 @@ from spark_dl import storage
 from spark_dl.data.columns import cell_codec
 from spark_dl.data.columns.elements import Lookup
 from spark_dl.data.columns.ragged import Array, Ragged, Stacked
-from spark_dl.data.columns.schema import Column
+from spark_dl.data.columns.schema import Column, unit_of
 from spark_dl.data.dataset.records import Shard, ShardSet
-from spark_dl.data.external import columns as external_columns
-from spark_dl.data.parquet import file, filters
 from spark_dl.data.parquet import file as parquet_file
+from spark_dl.data.parquet import filters
 from spark_dl.data.parquet.buffers import BufferPool
-from spark_dl.data.parquet.page_index import IndexedFile
-from spark_dl.data.petastorm import columns as petastorm_columns
+
+if TYPE_CHECKING:
+    from spark_dl.data.parquet.page_index import IndexedFile
 
 _PLAIN_ENCODINGS = {"PLAIN", "RLE", "BIT_PACKED"}
 """Parquet's encodings without a dictionary. `PLAIN` is of values, the other two are of levels."""
@@ -97,6 +97,8 @@ class ShardFile:
     @functools.cached_property
     def indexed(self) -> IndexedFile:
         """The file with its page index, for row groups that are read in part."""
+        from spark_dl.data.parquet.page_index import IndexedFile
+
         return IndexedFile(self._source, self.parquet, dictionary_columns=self._names)
 
     def read(self, group: int, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:
@@ -183,7 +185,7 @@ class ShardFile:
         Nulls, empty lists and the lengths of byte cells count, too. # size: bytes of byte cells; by default their bytes
         in the file
         """
-        chunks, itemsize = self._chunks(column, group), external_columns.unit_of(column) or 1
+        chunks, itemsize = self._chunks(column, group), unit_of(column) or 1
         if column.codec == "list":
             return max((chunk.num_values for chunk in chunks), default=0)
         return (max(c.total_uncompressed_size for c in chunks) if size is None else size) // itemsize
@@ -220,7 +222,7 @@ class ShardFile:
         leaf = self._leaves[column.name]
         levels = self.parquet.schema.column(leaf).max_definition_level
         chunk = self.parquet.metadata.row_group(group).column(leaf)
-        cells = file.read_plain(
+        cells = parquet_file.read_plain(
             self._source, chunk, levels=levels, cell_bytes=column.row_bytes, rows=rows, memory=memory
         )
         return None if cells is None else cell_codec.view(column, cells)
@@ -245,5 +247,7 @@ def _decode(
 ) -> Array | Ragged:
     """Decodes the stored cells of some rows. # rows: positions in the row group; None for all rows"""
     if column.codec.startswith("petastorm."):
+        from spark_dl.data.petastorm import columns as petastorm_columns
+
         return petastorm_columns.decode(column, stored, rows=rows, lookup=lookup)
     return cell_codec.decode(column, stored, rows=rows, lookup=lookup)

@@ -45,39 +45,40 @@ class DiskCache:
     folder: str
     limit_bytes: int
 
+    def open_input(self, url: str, *, sha256: str = "", size: int = 0) -> Any:
+        """Opens a file for random access, as pyarrow's NativeFile. Called on workers.
+
+        Remote files are cached if they fit.
+
+        sha256, size: checksum and size in bytes, from the manifest. Without a checksum, versions of the file are
+            distinguished by its current size and modification time.
+        Raises OSError if the file does not exist or has another size or checksum; ValueError for a cache folder that
+        other users have access to.
+        """
+        if storage.is_local(url):
+            return storage.open_input(url)
+        version = sha256
+        if not sha256:
+            found = storage.info(url)
+            size, version = found.size or 0, f"{found.size}-{found.mtime_ns}"
+        if not 0 < size <= self.limit_bytes:
+            return storage.open_input(url)
+        _check_folder(self.folder)
+        name = hashlib.sha256(f"{storage.absolute(url)}\n{version}".encode()).hexdigest()
+        path = os.path.join(self.folder, name)
+        entry = _open_entry(path, sha256, size)
+        if entry is None:
+            with _locked(os.path.join(self.folder, f"{_lock_of(name)}")) as is_mine:
+                # Another process may have downloaded it in the meantime.
+                entry = _open_entry(path, sha256, size)
+                if entry is None and is_mine:
+                    entry = _fetch(url, self, path, sha256, size)
+        return entry or storage.open_input(url)
+
 
 def build_cache(shards: Shards) -> DiskCache | None:
     """Returns the cache of the settings, or None."""
     return DiskCache(shards.cache_dir, shards.cache_mib << 20) if shards.cache_dir and shards.cache_mib else None
-
-
-def open_input(url: str, *, cache: DiskCache | None = None, sha256: str = "", size: int = 0) -> Any:
-    """Opens a file for random access, as pyarrow's NativeFile. Called on workers. Remote files are cached if they fit.
-
-    sha256, size: checksum and size in bytes, from the manifest. Without a checksum, versions of the file are
-        distinguished by its current size and modification time.
-    Raises OSError if the file does not exist or has another size or checksum; ValueError for a cache folder that other
-    users have access to.
-    """
-    if cache is None or storage.is_local(url):
-        return storage.open_input(url)
-    version = sha256
-    if not sha256:
-        found = storage.info(url)
-        size, version = found.size or 0, f"{found.size}-{found.mtime_ns}"
-    if not 0 < size <= cache.limit_bytes:
-        return storage.open_input(url)
-    _check_folder(cache.folder)
-    name = hashlib.sha256(f"{storage.absolute(url)}\n{version}".encode()).hexdigest()
-    path = os.path.join(cache.folder, name)
-    entry = _open_entry(path, sha256, size)
-    if entry is None:
-        with _locked(os.path.join(cache.folder, f"{_lock_of(name)}")) as is_mine:
-            # Another process may have downloaded it in the meantime.
-            entry = _open_entry(path, sha256, size)
-            if entry is None and is_mine:
-                entry = _fetch(url, cache, path, sha256, size)
-    return entry or storage.open_input(url)
 
 
 def _lock_of(name: str) -> str:

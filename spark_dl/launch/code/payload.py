@@ -21,7 +21,6 @@ import pyarrow as pa
 import torch
 
 from spark_dl.launch.code import sources
-from spark_dl.launch.code.culprit import describe_culprit, dumps
 
 _FILE_MODULES = "_spark_dl_file_"
 _LEVEL = 3
@@ -48,6 +47,8 @@ def pack_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     Raises ValueError that names the part that cannot be pickled.
     """
     from pyspark import cloudpickle
+
+    from spark_dl.launch.code.culprit import describe_culprit, dumps
 
     for name, module in list(sys.modules.items()):
         if name.startswith(_FILE_MODULES):  # modules that were loaded from a file path exist only on the driver

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from spark_dl.launch.failures.root_cause import different
 from spark_dl.world import World
 
 COMPARED = 64
@@ -100,6 +99,8 @@ def _compare(rank: int, counts: Counter[str], group: dist.ProcessGroup, name: st
     own = [rank, what, words]
     first = json.loads(entry[1].compare_set(f"collective/{device}/{counts[device]}", "", json.dumps(own)))
     if first[1] != what:
+        from spark_dl.launch.failures.root_cause import different
+
         raise DesyncError(different(counts[device], {called: [caller] for caller, _, called in sorted([first, own])}))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import statistics
 import time
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spark_dl.parallel.exchange import collectives
 from spark_dl.parallel.exchange.buckets import CANDIDATES_MIB, MIB, choose_bucket_mib, interpolate_all_reduce_s
 
 if TYPE_CHECKING:
@@ -86,14 +86,16 @@ def time_gradients(model: nn.Module, backward: Callable[[], object]) -> tuple[li
 
 def _time_all_reduce(mib: float, algorithm: str, device: torch.device) -> float:
     """Returns the median seconds of an all-reduce by `parallel.all_reduce`, on the slowest rank. Collective."""
+    sum_all: Callable[[Tensor], Any] = dist.all_reduce
+    if algorithm != "backend":
+        from spark_dl.parallel.exchange import collectives
+
+        sum_all = functools.partial(collectives.all_reduce, algorithm=algorithm)
     data, taken = torch.ones(int(mib * MIB) // 4, device=device), []
     for i in range(_REPEATS + 1):
         dist.barrier()
         start = time.perf_counter()
-        if algorithm == "backend":
-            dist.all_reduce(data)
-        else:
-            collectives.all_reduce(data, algorithm)
+        sum_all(data)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if i:  # the first is a warm-up

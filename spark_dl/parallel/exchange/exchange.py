@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
-from spark_dl.parallel.exchange import collectives
 from spark_dl.parallel.exchange.compression import Average, Bucket, PowerSgd, average_largest, average_thresholded
-from spark_dl.parallel.exchange.serial import SerialCollectives
 
 if TYPE_CHECKING:
     from spark_dl.parallel.ddp import DDP
+    from spark_dl.parallel.exchange.serial import SerialCollectives
     from spark_dl.world import World
 
 Hook: TypeAlias = Callable[[dist.GradBucket], "Future[Tensor]"]
@@ -54,6 +53,8 @@ def build_exchange(model: nn.Module, world: World, settings: DDP, *, timeout_s: 
             f"parallel.compression: found {settings.compression!r} with complex weights ({name!r}), which it does not "
             "compress; set it to none"
         )
+    from spark_dl.parallel.exchange.serial import SerialCollectives
+
     state: dict[str, Any] = {}
     average: Average
     if settings.compression == "threshold":
@@ -85,6 +86,9 @@ def build_all_reduce(algorithm: str, *, timeout_s: float) -> Exchange:
 
     No wait for another rank takes longer than `timeout_s`. Raises ValueError for an unknown algorithm.
     """
+    from spark_dl.parallel.exchange import collectives
+    from spark_dl.parallel.exchange.serial import SerialCollectives
+
     collectives.check_algorithm(algorithm)
     in_order = SerialCollectives(timeout_s)
 

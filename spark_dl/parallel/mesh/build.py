@@ -28,7 +28,6 @@ from spark_dl.parallel.mesh.pipedream import PipeDream
 from spark_dl.parallel.mesh.pipeline import Pipeline
 from spark_dl.parallel.mesh.settings import Mesh
 from spark_dl.parallel.mesh.stage import OtherStage
-from spark_dl.parallel.mesh.state import Layout, of_boxes
 from spark_dl.parallel.mesh.tensor.parallelize import parallelize_tensors
 from spark_dl.parallel.mesh.tensor.plan import resolve_tensor_plan
 from spark_dl.parallel.mesh.tensor.words import COLUMNS, ROWS
@@ -42,6 +41,7 @@ from spark_dl.parallel.modules import (
     replace_parameters,
     set_marks,
 )
+from spark_dl.parallel.pieces import Layout, of_boxes
 from spark_dl.parallel.trainable import build_optimization
 from spark_dl.spec import ModelSpec
 

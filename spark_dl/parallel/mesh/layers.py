@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from spark_dl.nn.moe import MoE, Peers, moe_layers
 from spark_dl.parallel.mesh.groups import Groups
 from spark_dl.parallel.mesh.settings import Mesh
-from spark_dl.parallel.mesh.state import Layout, of_boxes
+from spark_dl.parallel.pieces import Layout, of_boxes
 
 if TYPE_CHECKING:
     from spark_dl.parallel.exchange_clock import ExchangeClock

@@ -33,8 +33,9 @@ from spark_dl.parallel.mesh.layers import release_peers
 from spark_dl.parallel.mesh.pipedream import PipeDream
 from spark_dl.parallel.mesh.pipeline import Pipeline
 from spark_dl.parallel.mesh.settings import Mesh
-from spark_dl.parallel.mesh.state import Layout, MeshState
+from spark_dl.parallel.mesh.state import MeshState
 from spark_dl.parallel.modules import module_state_kept
+from spark_dl.parallel.pieces import Layout
 from spark_dl.parallel.trainable import Trainable, add_gradients, build_optimization
 from spark_dl.spec import Batch, ModelSpec
 

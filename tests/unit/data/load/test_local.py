@@ -49,7 +49,7 @@ def assemble_all(spilled):
 
     def work(rank):
         try:
-            found[rank] = local.assemble(spilled[rank], lambda name, value: gather(rank, name, value))
+            found[rank] = spilled[rank].assemble(lambda name, value: gather(rank, name, value))
         except ValueError as error:
             found[rank] = error
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from spark_dl.parallel.mesh.state import Layout, Piece, may_overlap, missing_elements, of_boxes, whole
+from spark_dl.parallel.pieces import Layout, Piece, may_overlap, missing_elements, of_boxes, whole
 from spark_dl.rundir.checkpoint_files import _copy
 
 SHAPES = [(), (5,), (4, 6), (3, 2, 5)]

@@ -479,3 +479,9 @@ def check_shardable(model: nn.Module) -> None:
                 f"parallel.zero_stage: with 3 each rank has a range of rows of every parameter, and {name!r} {found}; "
                 "build it as a contiguous tensor with rows, or use zero_stage 1 or 2"
             )
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an error of torch says that a device, or the host, has no memory left."""
+    # On CPUs torch has no class for it.
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

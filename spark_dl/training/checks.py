@@ -28,7 +28,7 @@ from spark_dl.generators import generators_kept
 from spark_dl.launch.failures.errors import OtherRankError
 from spark_dl.nn.moe import moe_layers
 from spark_dl.parallel.loss import Call, count_of, select_rows, weighted_loss_sum
-from spark_dl.parallel.modules import module_state_kept
+from spark_dl.parallel.modules import is_out_of_memory, module_state_kept
 from spark_dl.parallel.trainable import Trainable
 from spark_dl.spec import Batch, ModelSpec
 from spark_dl.training.finite import StepCheck, stored_elements
@@ -397,8 +397,7 @@ def out_of_memory_explained(config: Config, world: World) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # On CPUs torch has no class for it.
-        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+        if not is_out_of_memory(error):
             raise
         train = config.train
         rows = -(-train.global_batch_size // (config.data_size * train.accumulation_steps))

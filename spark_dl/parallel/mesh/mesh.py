@@ -34,7 +34,7 @@ from spark_dl.parallel.mesh.pipedream import PipeDream
 from spark_dl.parallel.mesh.pipeline import Pipeline
 from spark_dl.parallel.mesh.settings import Mesh
 from spark_dl.parallel.mesh.state import MeshState
-from spark_dl.parallel.modules import module_state_kept
+from spark_dl.parallel.modules import is_out_of_memory, module_state_kept
 from spark_dl.parallel.pieces import Layout
 from spark_dl.parallel.trainable import Trainable, add_gradients, build_optimization
 from spark_dl.spec import Batch, ModelSpec
@@ -50,6 +50,8 @@ _SMALL = 1e-4
 """Gradients below this part of the gradient of the model are rounding, and losses of a row below it."""
 
 _MIB = 1 << 20
+_COPIES = 5
+"""Tensors of the size of the model that the check needs: weights, gradients, and what sums them over the ranks."""
 
 
 class FirstStepCheck:
@@ -57,9 +59,10 @@ class FirstStepCheck:
 
     def __init__(
         self, spec: ModelSpec, module: nn.Module, state: MeshState, optimizer: torch.optim.Optimizer, groups: Groups,
-        world: World, config: Config,
+        world: World, config: Config, model_bytes: int,
     ):  # fmt: skip
-        """module: what this rank has of the model."""
+        """module: what this rank has of the model. model_bytes: of the weights of the whole model."""
+        self._bytes = model_bytes
         self._spec, self._module, self._state, self._optimizer = spec, module, state, optimizer
         self._groups, self._world, self._config = groups, world, config
 
@@ -68,21 +71,28 @@ class FirstStepCheck:
     ) -> None:
         """Computes a step of the mesh and of the whole model, both without dropout. Collective.
 
-        Models that draw other random numbers are left out. Raises ValueError on all ranks for a gradient that differs.
+        Models that draw other random numbers are left out, and a model for which a rank has not enough memory: the
+        mesh may be there because of it. Raises ValueError on all ranks for a gradient that differs.
         """
         start = time.perf_counter()
+        if not self._all(has_memory(_COPIES * self._bytes, self._world.device)):
+            self._say_left_out()
+            return
         gpus = [self._world.device.index] if self._world.device.type == "cuda" else []
         with generators_kept(gpus), module_state_kept(self._module), _without_dropout(self._module):
             losses = float(forward_backward(micro_batches, count))
             own = [(name, layout, value.float().cpu().clone()) for name, layout, value in self._state.gradients()]
             self._optimizer.zero_grad()
             self._module.zero_grad()
-            expected, expected_losses = self._of_whole(micro_batches, count)
-            worst = self._worst(own, expected) or self._of_losses(losses, expected_losses, count)
+            found = self._of_whole(micro_batches, count)
+            worst = None
+            if found is not None:
+                expected, expected_losses = found
+                worst = self._worst(own, expected) or self._of_losses(losses, expected_losses, count)
             if worst is not None:
                 torch.manual_seed(self._config.train.seed + 1)
-                again, _ = self._of_whole(micro_batches, count)
-                if any(not torch.allclose(again[name], value) for name, value in expected.items()):
+                again = self._of_whole(micro_batches, count)
+                if again is None or any(not torch.allclose(again[0][name], value) for name, value in expected.items()):
                     worst = None
         for layer in moe_layers(self._module).values():
             layer.take_counts()  # only steps count
@@ -94,11 +104,29 @@ class FirstStepCheck:
                 "parameters or the modules that it replaces, as a weight that is used outside its module. Use ddp, "
                 "leave these layers whole (spec.tensor_plan, spec.layers), or set it to 0"
             )
-        if self._world.rank == 0:
+        if found is None:
+            self._say_left_out()
+        elif self._world.rank == 0:
             _log.info("the first step has the gradients of the whole model (%.2f s)", time.perf_counter() - start)
 
-    def _of_whole(self, micro_batches: Sequence[Batch], count: Count) -> tuple[dict[str, Tensor], float]:
-        """Returns the gradients and the loss of the whole model, with the weights that the ranks have. Collective."""
+    def _all(self, is_true: bool) -> bool:
+        """Whether it is true on all ranks. Collective."""
+        flag = torch.tensor([int(is_true)], device=self._world.device)
+        dist.all_reduce(flag, dist.ReduceOp.MIN)
+        return bool(flag)
+
+    def _say_left_out(self) -> None:
+        if self._world.rank == 0:
+            _log.info(
+                "parallel.check_first_step_mib: the first step is not compared with that of the whole model, which has "
+                "%d MiB, as a rank has not enough memory for it", self._bytes >> 20,
+            )  # fmt: skip
+
+    def _of_whole(self, micro_batches: Sequence[Batch], count: Count) -> tuple[dict[str, Tensor], float] | None:
+        """Returns the gradients and the loss of the whole model, with the weights that the ranks have. Collective.
+
+        None if its activations do not fit into the memory of a rank.
+        """
         whole = self._spec.build_to_train().to(self._world.device)
         first: dict[int, str] = {}  # of tied tensors, which a rank has under one name
         for name, tensor in whole.state_dict(keep_vars=True).items():
@@ -118,11 +146,19 @@ class FirstStepCheck:
                 tensor.copy_(value.view(tensor.shape))
         for layer in moe_layers(whole).values():  # whose balance is that of all tokens
             layer.sum_over_data = self._sum_over_data
+        losses = None
         with _without_dropout(whole):
-            losses = add_gradients(
-                self._spec, whole, micro_batches, self._config, device=self._world.device,
-                scale=lambda losses: losses / count,
-            )  # fmt: skip
+            try:
+                losses = add_gradients(
+                    self._spec, whole, micro_batches, self._config, device=self._world.device,
+                    scale=lambda losses: losses / count,
+                )  # fmt: skip
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+        if not self._all(losses is not None):
+            return None
+        assert losses is not None
         found = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense()
             for name, p in whole.named_parameters(remove_duplicate=False)
@@ -164,6 +200,18 @@ class FirstStepCheck:
         _sum(total, self._world)
         ratio = abs(float(total) - expected) / max(abs(expected), _SMALL * float(count))
         return ("the loss", ratio) if ratio > _TOLERANCE[self._config.train.precision] else None
+
+
+def has_memory(size: int, device: torch.device) -> bool:
+    """Whether this process can have so many bytes more, on a GPU or within its limits (`ulimit`)."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return size <= free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        torch.empty(size, dtype=torch.uint8)  # is given back at once, and was never touched
+    except RuntimeError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -259,7 +307,9 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
     # The gradients of PipeDream are late, and what `set_position` has set, a model that is built anew does not have.
     if settings.check_first_step_mib and spec.set_position is None and not isinstance(part.pipeline, PipeDream):
         if part.model_bytes <= settings.check_first_step_mib << 20:
-            check = FirstStepCheck(spec, part.module, state, optimization.optimizer, groups, world, config)
+            check = FirstStepCheck(
+                spec, part.module, state, optimization.optimizer, groups, world, config, part.model_bytes
+            )  # fmt: skip
         elif world.rank == 0:
             _log.info(
                 "parallel.check_first_step_mib: the first step is not compared with that of the whole model, which has "

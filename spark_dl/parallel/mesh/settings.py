@@ -151,8 +151,9 @@ class Mesh(Parallel):
     check_first_step_mib: int = may_change(256)
     """Up to this size of a model's weights, in MiB, the gradients and the loss of the first step are compared with the
     whole model's, without dropout, so that nothing the user has tied to his model is lost unnoticed. Each rank builds
-    the whole model for it, and holds its gradients and two copies in its memory. 0: they are not compared, as with
-    `ModelSpec.set_position` and with `pipedream`."""
+    the whole model for it, and holds its gradients and two copies in its memory; where a rank has not enough for
+    them, nothing is compared, and the log says so. 0: they are not compared, as with `ModelSpec.set_position` and
+    with `pipedream`."""
 
     def __post_init__(self) -> None:
         for name in ("pipeline", "tensor", "experts", "replicas", "stages_per_rank"):

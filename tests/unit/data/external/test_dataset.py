@@ -22,7 +22,7 @@ from spark_dl.data.columns.schema import Column
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.external.files import filter_rows
 from spark_dl.data.load.loader import Loader
-from spark_dl.data.parquet import file as parquet_file
+from spark_dl.data.parquet import thrift
 from spark_dl.data.parquet.file import table_column
 from spark_dl.data.petastorm.metadata import ROW_GROUPS_KEY, write_common_metadata
 from spark_dl.data.petastorm.unischema import Codec, Field, Unischema
@@ -921,12 +921,12 @@ def test_S23_a_footer_with_a_number_of_rows_that_cannot_be_is_an_error_that_name
     pq.write_table(pa.table({"x": np.arange(100.0)}), path)
     content = path.read_bytes()
     footer_at = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
-    footer, _ = parquet_file.read_struct(content[footer_at:-8])
+    footer, _ = thrift.read_struct(content[footer_at:-8])
     if where != "group":
-        footer[3] = parquet_file.Field(parquet_file.I64, rows)
+        footer[3] = thrift.Field(thrift.I64, rows)
     if where != "file":
-        footer[4].value.items[0][3] = parquet_file.Field(parquet_file.I64, rows)
-    end = parquet_file.write_struct(footer)
+        footer[4].value.items[0][3] = thrift.Field(thrift.I64, rows)
+    end = thrift.write_struct(footer)
     path.write_bytes(content[:footer_at] + end + len(end).to_bytes(4, "little") + b"PAR1")
     if (rows, where) == (99, "both"):
         return  # a footer that could be

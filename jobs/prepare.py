@@ -5,7 +5,7 @@ jobs/train.py --config conf/train/digits.yaml --input.datasets '{train: /data/di
 
 With `--shards.store` and without `--output`, it writes to the store, where runs with the same data and settings find
 the shards. `--key` names the rows in the store. Spark Connect needs it. Change it whenever the rows change. `--clean`
-deletes datasets from the store that were not used for `shards.store_ttl_days`.
+deletes datasets from the store that were not used for `--unused-days`.
 """
 
 import time
@@ -18,6 +18,7 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "output": (str, None, "folder for one dataset per name: train, validation, test"),
     "key": (str, None, "name of the rows in shards.store, instead of a key from their query plan; for Spark Connect"),
     "clean": (bool, False, "write nothing; delete expired and unused datasets from shards.store"),
+    "unused_days": (float, 30.0, "days without use after which --clean deletes a dataset"),
     "overwrite": (bool, False, "replace existing datasets"),
 }
 
@@ -29,7 +30,7 @@ def prepare(job: cli.Job) -> dict[str, Any]:
     if job.args["clean"]:
         if not store:
             raise ValueError("shards.store: expected the store to clean, found nothing; pass --shards.store")
-        return dict(spark_dl.clean_store(store, ttl_days=config.shards.store_ttl_days))
+        return dict(spark_dl.clean_store(store, ttl_days=job.args["unused_days"]))
     if not job.args["output"] and not store:
         raise ValueError("output: expected a folder, found nothing; pass --output or --shards.store")
     if job.input.datasets:

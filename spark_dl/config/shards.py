@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spark_dl.config.checks import check, check_choices, check_number
-from spark_dl.config.fields import may_change, named_settings, of_caller
+from spark_dl.config.fields import named_settings, of_caller
 
 Storage = Literal["shared", "local"]
 
@@ -28,8 +28,6 @@ class Shards:
     trusted_writers: tuple[str, ...] = of_caller(())
     """Other users whose shards in a store on local disks or NFS are used, by name or user id; `["*"]` for everybody who
     can write there. By default, only what this user has written is used, and what only this user can change."""
-    store_ttl_days: float = may_change(30.0)
-    """Days without use after which `jobs/prepare.py --clean` deletes shards in the store."""
     cache_dir: str | None = of_caller(None)
     """Folder on each host's local disk for copies of remote shards, shared by the ranks of the host and later runs."""
     cache_mib: int = of_caller(0)
@@ -50,7 +48,6 @@ class Shards:
         is_names = is_list and all(isinstance(name, str) and name for name in self.trusted_writers)
         check(is_names, "shards.trusted_writers", "a list of names of users", self.trusted_writers)
         object.__setattr__(self, "trusted_writers", tuple(self.trusted_writers))
-        check_number(self, "store_ttl_days", 0)
         is_path = self.cache_dir is None or (isinstance(self.cache_dir, str) and self.cache_dir.startswith("/"))
         check(is_path, "shards.cache_dir", "an absolute path on the local disk", self.cache_dir)
         check(not self.cache_mib or bool(self.cache_dir), "shards.cache_dir", "a folder for shards.cache_mib", None)

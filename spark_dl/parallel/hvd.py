@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from spark_dl.config.checks import check_bool, check_choices, check_number
+from spark_dl.config.checks import check_choices, check_number
 from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
 from spark_dl.config.strategies import Strategy
@@ -48,24 +48,14 @@ class Horovod(Parallel):
     """Size of Horovod's fusion buffer, in MiB."""
     compression: Literal["none", "fp16"] = "none"
     """Form in which gradients are sent."""
-    adasum: bool = False
-    """Use Horovod's adaptive sum instead of the mean. Not supported: Horovod implements Adasum only for MPI."""
 
     def __post_init__(self) -> None:
         check_number(self, "bucket_mib", 0, above=True)
         check_choices(self)
-        check_bool(self, "adasum")
 
 
 def check_available(config: Config) -> None:
-    """Raises ValueError for Adasum, or without Horovod. Called on the driver before ranks start, and on every rank."""
-    if _settings(config).adasum:
-        # Adasum needs MPI, on GPUs too: see CreateOperationManager in operations.cc of Horovod 0.28.1. A process can
-        # start MPI only once, but Spark reuses its Python workers.
-        raise ValueError(
-            "parallel.adasum: not supported: Horovod implements Adasum only for MPI, and mpirun must start the "
-            "processes of MPI, but Spark starts the ranks; set it to false"
-        )
+    """Raises ValueError without Horovod. Called on the driver before ranks start, and on every rank."""
     if importlib.util.find_spec("horovod") is None:
         raise ValueError(
             "parallel.strategy: horovod is not installed in this Python; build it for its torch with "

@@ -98,9 +98,6 @@ CASES = [  # the strategy, its settings, the number of ranks, the model
 ]  # fmt: skip
 
 
-REFUSED = {("horovod", "adasum")}  # its implementation needs mpirun; tests/spark/test_horovod.py has the error
-
-
 def uses_of(cls):
     """Each setting of a class with what must be used: each choice, else some value that is not the default."""
     hints = typing.get_type_hints(cls)
@@ -120,7 +117,7 @@ def test_each_setting_of_each_strategy_is_used():
             if not (any(value != defaults[field] for value in used) if choice == "another" else choice in used):
                 missing.append((name, field))
         assert cases, name
-    assert set(missing) == REFUSED
+    assert missing == []
 
 
 @pytest.fixture(scope="module")

@@ -233,7 +233,7 @@ IN_KEY = [
     {"features": ("label",), "label": None, "weight": "id"},
 ]  # fmt: skip
 NOT_IN_KEY = [
-    {"storage": "local"}, {"store": "x"}, {"store_ttl_days": 1.0}, {"trusted_writers": ("x",)},
+    {"storage": "local"}, {"store": "x"}, {"trusted_writers": ("x",)},
     {"cache_dir": "/c", "cache_mib": 1},
     {"cast": {"label": "float32"}}, {"assemble": "float32"},
     {"shuffle": False, "num_streams": 32, "ragged": "offsets"}, {"seed": 3, "validation_fraction": 0.1},
@@ -365,7 +365,7 @@ def test_the_job_stores_and_cleans(spark, source, tmp_path):
     assert again["datasets"] == first["datasets"]
     assert "shards found in the store, written" in log, "the name tells, not the time of the files"
     assert prepare("--clean")[0] == {"deleted": 0, "kept": 1, "denied": 0, "bytes": 0}
-    cleaned, _ = prepare("--clean", "--shards.store_ttl_days", "0")
+    cleaned, _ = prepare("--clean", "--unused_days", "0")
     assert (cleaned["deleted"], cleaned["kept"]) == (1, 0)
     assert cleaned["bytes"] > 1000
 

@@ -273,7 +273,7 @@ def reopen(url: str, *, run: str, trusted: Sequence[str] = ()) -> tuple[ShardSet
         if isinstance(error, RuntimeError):  # an outage
             raise
         raise ValueError(
-            f"the shards that this run was trained on are no longer in the store (shards.store_ttl_days): {error}; "
+            f"the shards that this run was trained on are no longer in the store: {error}; "
             "start again with overwrite, or in another run_dir"
         ) from error
 
@@ -361,8 +361,10 @@ def clean_store(store: str, *, ttl_days: float) -> dict[str, int]:
 
     Called on the driver. Returns the numbers of datasets `deleted`, `kept` and `denied`, and the `bytes` deleted.
     `denied` datasets have expired, but this user has no permission to delete them; they are logged.
-    Raises ValueError for a store that does not exist.
+    Raises ValueError for a store that does not exist, and for a number of days below 0.
     """
+    if not ttl_days >= 0:
+        raise ValueError(f"ttl_days: expected a number of at least 0, found {ttl_days}")
     store, now = storage.absolute(store), time.time()
     if not storage.exists(store):
         raise ValueError(f"shards.store: found nothing at {store}, expected a store")

@@ -14,7 +14,7 @@ from spark_dl.rundir.checkpoint import Saved, check_same_settings
 from tests.builders.settings import make_config
 
 MAY_CHANGE = {
-    "shards.store", "shards.trusted_writers", "shards.store_ttl_days", "shards.cache_dir", "shards.cache_mib",
+    "shards.store", "shards.trusted_writers", "shards.cache_dir", "shards.cache_mib",
     "loader.reader_threads", "loader.prefetch_batches", "loader.rows_at_once",
     "train.epochs", "train.max_steps", "train.metrics", "train.early_stop_metric", "train.early_stop_mode",
     "train.early_stop_patience", "train.early_stop_min_delta", "train.log_every",

@@ -245,7 +245,6 @@ OTHERS = [  # a strategy, settings of which the last is another's, and whose tha
     ({"strategy": "local_sgd", "compression": "fp16"}, "ddp and horovod"),
     ({"strategy": "tree_reduce", "tree_depth": 3, "bucket_mib": 9}, "ddp and horovod and mesh"),
     ({"strategy": "single", "static_graph": True}, "ddp"),
-    ({"adasum": True}, "horovod"),
     ({"sync_every_steps": 2}, "local_sgd"),
     ({"strategy": "ddp", "sync_start_step": 2}, "local_sgd"),
     ({"strategy": "ddp", "tree_depth": 3}, "tree_reduce"),

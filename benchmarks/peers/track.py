@@ -90,7 +90,10 @@ def measure(spark: Any, *, num_ranks: int = 2, repeats: int = PAIRS, epochs: int
     seconds: dict[str, list[float]] = {"plain": [], "tracked": []}
     with tempfile.TemporaryDirectory() as folder, MlflowServer(folder) as server:
         write_arrays(columns, f"{folder}/data")
-        ways = {"plain": Track(), "tracked": Track(tensorboard=True, mlflow=True, mlflow_tracking_uri=server.uri)}
+        ways = {"plain": Track(), "tracked": Track(tensorboard=True, mlflow=True)}
+        import mlflow
+
+        mlflow.set_tracking_uri(server.uri)
         for i in range(repeats + 1):
             for name in sorted(ways, reverse=bool(i % 2)):  # in turn, so that neither always runs first
                 config = Config(

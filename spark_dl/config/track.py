@@ -1,15 +1,13 @@
 """The section `track`: where the metrics of a run go beside its folder, and profiles of its ranks."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from spark_dl.config.checks import check, check_bool
 from spark_dl.config.fields import named_settings
-from spark_dl.storage.credentials import secrets_of
 
-_TEXTS = ("mlflow_tracking_uri", "mlflow_experiment_name", "mlflow_run_name", "mlflow_registered_model_name")
-_OF_MLFLOW = (*_TEXTS, "mlflow_tags", "mlflow_log_model", "mlflow_log_checkpoint")
+_OF_MLFLOW = ("mlflow_registered_model_name", "mlflow_log_model", "mlflow_log_checkpoint")
 
 
 @named_settings
@@ -23,16 +21,8 @@ class Track:
     """Whether to write event files for TensorBoard, to the folder `tensorboard` of the run folder."""
     mlflow: bool = False
     """Whether to log settings, metrics and the URL of the last checkpoint to MLflow: to the run that is active in the
-    thread that calls `train`, else to a new run."""
-    mlflow_tracking_uri: str = ""
-    """MLflow's tracking server or database. The default is MLflow's own, such as that of `MLFLOW_TRACKING_URI`."""
-    mlflow_experiment_name: str = ""
-    """MLflow's experiment, which is created if it does not exist. The default is MLflow's own, such as that of
-    `mlflow.set_experiment`."""
-    mlflow_run_name: str = ""
-    """Name of a new MLflow run. The default is the name of the run folder."""
-    mlflow_tags: dict[str, str] = field(default_factory=dict)
-    """Tags of the MLflow run."""
+    thread that calls `train`, else to a new run. The server and the experiment are MLflow's own settings, such as
+    `MLFLOW_TRACKING_URI` and `MLFLOW_EXPERIMENT_NAME` on the driver."""
     mlflow_log_model: bool = False
     """Whether to log the trained model at the end, as a program of `torch.export` with a signature. Nothing is
     pickled."""
@@ -48,18 +38,10 @@ class Track:
 
     def __post_init__(self) -> None:
         check_bool(self, "tensorboard", "mlflow", "mlflow_log_model", "mlflow_log_checkpoint")
-        for name in _TEXTS:
-            check(isinstance(getattr(self, name), str), f"track.{name}", "a string", getattr(self, name))
-        self._check_tags()
+        name = self.mlflow_registered_model_name
+        check(isinstance(name, str), "track.mlflow_registered_model_name", "a string", name)
         self._check_mlflow()
         self._check_profile()
-
-    def _check_tags(self) -> None:
-        is_mapping = isinstance(self.mlflow_tags, Mapping)
-        check(is_mapping, "track.mlflow_tags", "a mapping of names to strings", self.mlflow_tags)
-        for name, value in self.mlflow_tags.items():
-            check(isinstance(name, str) and name != "", "track.mlflow_tags", "names that are strings", name)
-            check(isinstance(value, str), f"track.mlflow_tags.{name}", "a string", value)
 
     def _check_mlflow(self) -> None:
         for name in _OF_MLFLOW:
@@ -68,12 +50,6 @@ class Track:
                     f"track.{name}: found {getattr(self, name)!r}, which needs track.mlflow; set track.mlflow to true, "
                     "or remove it"
                 )
-        if secrets_of(self.mlflow_tracking_uri):
-            raise ValueError(
-                "track.mlflow_tracking_uri: found a URL with a password, a key or a token, which would be stored in "
-                "the run folder; remove it, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD on the "
-                "driver, or for a database MLFLOW_TRACKING_URI"
-            )
         if self.mlflow_registered_model_name and not self.mlflow_log_model:
             raise ValueError(
                 "track.mlflow_registered_model_name: expected an empty string without track.mlflow_log_model, found "

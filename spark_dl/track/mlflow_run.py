@@ -20,7 +20,6 @@ import yaml
 
 from spark_dl import storage
 from spark_dl._version import __version__
-from spark_dl.config import Track
 from spark_dl.data.load.mixture import Mixture
 from spark_dl.rundir import checkpoint
 from spark_dl.rundir.checkpoint_files import parse_name
@@ -43,7 +42,7 @@ _LONGEST_KEY, _LONGEST_VALUE = 250, 500
 _PARAMS_AT_ONCE, _METRICS_AT_ONCE = 100, 1000
 
 
-def connect(track: Track) -> tuple[MlflowClient, str]:
+def connect() -> tuple[MlflowClient, str]:
     """Returns a client, and the tracking URI. Called on the driver, before any data is read.
 
     Raises ValueError without the package, and RuntimeError if the server or the database cannot be used.
@@ -55,11 +54,11 @@ def connect(track: Track) -> tuple[MlflowClient, str]:
             f"track.mlflow: needs the package mlflow on the driver ({error}); install spark_dl[mlflow], or set it to "
             "false"
         ) from error
-    uri = track.mlflow_tracking_uri or mlflow.get_tracking_uri()
+    uri = mlflow.get_tracking_uri()
     if not answers(uri):
         raise RuntimeError(
-            f"track.mlflow: the server {without_secrets(uri)} does not answer; start it, set "
-            "track.mlflow_tracking_uri or MLFLOW_TRACKING_URI to another one, or set track.mlflow to false"
+            f"track.mlflow: the server {without_secrets(uri)} does not answer; start it, set MLFLOW_TRACKING_URI to "
+            "another one, or set track.mlflow to false"
         )
     with explained(uri):
         client = mlflow.MlflowClient(tracking_uri=uri)
@@ -185,9 +184,9 @@ def tracking(run: Run, *, resume: bool) -> Iterator[MlflowRun]:
 
     The run is the one that is active in this thread; else, with `resume`, that of the earlier attempts; else a new one,
     which ends with the block as FINISHED, FAILED or KILLED.
-    Raises ValueError for settings that do not fit the active run, RuntimeError if the server cannot be used.
+    Raises RuntimeError if the server cannot be used.
     """
-    client, uri = connect(run.config.track)
+    client, uri = connect()
     with explained(uri):
         logged = _open_run(client, uri, run, resume=resume)
     status = "FAILED"
@@ -207,11 +206,9 @@ def tracking(run: Run, *, resume: bool) -> Iterator[MlflowRun]:
 def _open_run(client: MlflowClient, uri: str, run: Run, *, resume: bool) -> MlflowRun:
     import mlflow
 
-    track = run.config.track
     active = mlflow.active_run()
     saved_id = _saved_run(run.run_dir, uri) if resume else None
     if active is not None:
-        _check_active(active, track)
         found = client.get_run(active.info.run_id)
         steps = _last_steps(found) if saved_id == found.info.run_id else {}
         return MlflowRun(client, uri, found.info.run_id, found.info.experiment_id, is_own=False, logged_steps=steps)
@@ -220,25 +217,7 @@ def _open_run(client: MlflowClient, uri: str, run: Run, *, resume: bool) -> Mlfl
         if step is not None:
             return _branch_off(client, uri, saved_id, run, step)
         return _reopen(client, uri, saved_id, run.run_dir)
-    return _create(client, uri, track, storage.name(run.run_dir))
-
-
-def _check_active(active: Any, track: Track) -> None:
-    """Raises ValueError if the settings name another server or experiment than that of the active run."""
-    import mlflow
-
-    found = mlflow.get_tracking_uri()
-    if track.mlflow_tracking_uri and track.mlflow_tracking_uri.rstrip("/") != found.rstrip("/"):
-        raise ValueError(
-            f"track.mlflow_tracking_uri: expected {without_secrets(found)!r}, the server of the active MLflow run, "
-            f"found {track.mlflow_tracking_uri!r}; remove it, or end the active run before"
-        )
-    name = track.mlflow_experiment_name
-    if name and (expected := mlflow.get_experiment(active.info.experiment_id).name) != name:
-        raise ValueError(
-            f"track.mlflow_experiment_name: expected {expected!r}, the experiment of the active MLflow run, found "
-            f"{name!r}; remove it, or end the active run before"
-        )
+    return _create(client, uri, storage.name(run.run_dir))
 
 
 def _saved_run(run_dir: str, uri: str) -> str | None:
@@ -269,7 +248,7 @@ def _branch_off(client: MlflowClient, uri: str, saved_id: str, run: Run, step: i
     """
     from mlflow.exceptions import MlflowException
 
-    new = _create(client, uri, run.config.track, storage.name(run.run_dir))
+    new = _create(client, uri, storage.name(run.run_dir))
     client.set_tag(new.run_id, "spark_dl.branch_of", saved_id)
     with contextlib.suppress(MlflowException):  # the run that was left has been deleted
         client.set_tag(saved_id, "spark_dl.left_at_step", str(step))
@@ -303,42 +282,18 @@ def _last_steps(found: Any) -> dict[str, int]:
     return {metric.key: metric.step for metric in found.data.to_proto().metrics}
 
 
-def _create(client: MlflowClient, uri: str, track: Track, name: str) -> MlflowRun:
+def _create(client: MlflowClient, uri: str, name: str) -> MlflowRun:
     from mlflow.tracking.context.registry import resolve_tags
-
-    experiment_id = _experiment(client, uri, track.mlflow_experiment_name)
-    created = client.create_run(experiment_id, run_name=track.mlflow_run_name or name, tags=resolve_tags())
-    return MlflowRun(client, uri, created.info.run_id, experiment_id, is_own=True)
-
-
-def _experiment(client: MlflowClient, uri: str, name: str) -> str:
-    """Returns the id of the experiment of this name, which is created if it does not exist."""
-    import mlflow
-    from mlflow.exceptions import MlflowException
     from mlflow.tracking.fluent import _get_experiment_id
 
-    if not name:
-        is_default = uri == mlflow.get_tracking_uri()
-        return str((_get_experiment_id() if is_default else None) or "0")
-    found = client.get_experiment_by_name(name)
-    if found is None:
-        try:
-            return str(client.create_experiment(name))
-        except MlflowException:  # another run has created it
-            found = client.get_experiment_by_name(name)
-            if found is None:
-                raise
-    if found.lifecycle_stage != "active":
-        raise ValueError(
-            f"track.mlflow_experiment_name: the experiment {name!r} has been deleted; restore it, or choose another "
-            "name"
-        )
-    return str(found.experiment_id)
+    experiment_id = str(_get_experiment_id() or "0")
+    created = client.create_run(experiment_id, run_name=name, tags=resolve_tags())
+    return MlflowRun(client, uri, created.info.run_id, experiment_id, is_own=True)
 
 
 def _log_start(logged: MlflowRun, run: Run) -> None:
     """Logs the settings as parameters and as an artifact, and the tags. The run folder gets the id of the run."""
-    from mlflow.entities import Param, RunTag
+    from mlflow.entities import Param
 
     client, run_id = logged.client, logged.run_id
     saved = {"tracking_uri": without_secrets(logged.uri), "experiment_id": logged.experiment_id, "run_id": run_id}
@@ -351,8 +306,7 @@ def _log_start(logged: MlflowRun, run: Run) -> None:
             logged.name, ", ".join(changed), CONFIG,
         )  # fmt: skip
     new = [Param(name, value) for name, value in params.items() if name not in before]
-    tags = {**run.config.track.mlflow_tags, "spark_dl.run_dir": run.run_dir}
-    client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()], synchronous=True)
+    client.set_tag(run_id, "spark_dl.run_dir", run.run_dir)
     for start in range(0, len(new), _PARAMS_AT_ONCE):
         client.log_batch(run_id, params=new[start : start + _PARAMS_AT_ONCE], synchronous=True)
     client.log_text(run_id, yaml.safe_dump(run.config.to_dict(), sort_keys=False), CONFIG)

@@ -30,7 +30,7 @@ def check(track: Track) -> None:
     if track.tensorboard:
         tensorboard.check()
     if track.mlflow:
-        mlflow_run.connect(track)
+        mlflow_run.connect()
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,14 @@ def server(tmp_path_factory):
         yield found
 
 
+@pytest.fixture(autouse=True)
+def on_the_server(request, monkeypatch):
+    if "server" in request.fixturenames:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", request.getfixturevalue("server").uri)
+
+
 def tracked_config(server, train=None, **track):
-    return small_config(2, train=train, mlflow=True, mlflow_tracking_uri=server.uri, **track)
+    return small_config(2, train=train, mlflow=True, **track)
 
 
 def found_run(server, run_dir):
@@ -115,11 +121,13 @@ def test_a_run_is_on_the_server_with_its_model_and_goes_on_when_it_is_resumed(
 ):
     train = {"epochs": 2, "validation_fraction": 0.2}
     options = {"mlflow_log_model": True, "mlflow_registered_model_name": "points", "mlflow_log_checkpoint": True}
-    config = tracked_config(server, train, mlflow_experiment_name="spark", **options)
+    config = tracked_config(server, train, **options)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "spark")
     run_dir = str(tmp_path / "run")
     with caplog.at_level(logging.INFO, "spark_dl"):
         result = spark_dl.train(points, MLP, config, run_dir=run_dir)
     found, client = found_run(server, run_dir)
+    assert client.get_experiment(found.info.experiment_id).name == "spark"
     assert found.info.status == "FINISHED"
     assert f"MLflow ({server.uri}/#/experiments/{found.info.experiment_id}/runs/{found.info.run_id})" in caplog.messages
     assert (found.data.params["train.epochs"], found.data.params["launch.num_ranks"]) == ("2", "2")
@@ -135,7 +143,7 @@ def test_a_run_is_on_the_server_with_its_model_and_goes_on_when_it_is_resumed(
     loaded = mlflow.pyfunc.load_model("models:/points/1", model_config={"device": "cpu"})
     assert torch.allclose(torch.from_numpy(loaded.predict(x.numpy())), expected.detach(), atol=1e-6)
 
-    longer = tracked_config(server, {**train, "epochs": 3}, mlflow_experiment_name="spark", **options)
+    longer = tracked_config(server, {**train, "epochs": 3}, **options)
     more = spark_dl.train(points, MLP, longer, run_dir=run_dir, resume=True)
     again, client = found_run(server, run_dir)
     assert (again.info.run_id, again.info.status) == (found.info.run_id, "FINISHED")

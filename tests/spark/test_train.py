@@ -107,7 +107,7 @@ def of_somebody_else(spark, points, tmp_path):
     other = tmp_path / "other"
     _theirs(
         result.checkpoint, shards={"store": str(other / "store")}, launch={"log_dir": str(other / "logs")},
-        track={"mlflow": True, "mlflow_tracking_uri": str(other / "mlflow")},
+        track={"mlflow": True},
     )  # fmt: skip
     return result, other
 

@@ -243,22 +243,7 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
     (Checkpoint, "checkpoint.signing_key_file", ["", 1, True]),
     (Track, "track.tensorboard", [0, "yes", None]),
     (Track, "track.mlflow", [1, "true", None]),
-    *(
-        (Track, f"track.mlflow_{name}", [3, None, "x"], [{"mlflow": True, f"mlflow_{name}": 3}])
-        for name in ("experiment_name", "run_name")
-    ),
-    (
-        Track,
-        "track.mlflow_tracking_uri",
-        [3, None, "http://host:5000"],
-        [
-            {"mlflow": True, "mlflow_tracking_uri": f"{scheme}://me:secret@host/db"}
-            for scheme in ("https", "postgresql")
-        ],
-    ),
     (Track, "track.mlflow_registered_model_name", [3, "x"], [{"mlflow": True, "mlflow_registered_model_name": "x"}]),
-    (Track, "track.mlflow_tags", ["a", None, {"a": "b"}], [{"mlflow": True, "mlflow_tags": {3: "a"}}]),
-    (Track, "track.mlflow_tags.a", [], [{"mlflow": True, "mlflow_tags": {"a": v}} for v in (3, None)]),
     (Track, "track.mlflow_log_model", [1, None, True]),
     (Track, "track.mlflow_log_checkpoint", [1, None, True]),
     (Track, "track.profile_steps", [3, "1,2", [1], [0, 3], [3, 2], [1, 2, 3], [1, 2.0], [True, 2]]),

@@ -88,7 +88,7 @@ def test_S22_settings_of_a_checkpoint_do_not_say_where_to_write_or_to_connect(st
         launch=dataclasses.replace(config.launch, log_dir="/other", allow_plaintext=True, device="cpu"),
         checkpoint=Checkpoint(signing_key_file="/other", keep=7),
         train=dataclasses.replace(config.train, init_from="s3://other", seed=7),
-        track=Track(mlflow=True, mlflow_tracking_uri="http://other", tensorboard=True),
+        track=Track(mlflow=True, mlflow_log_model=True, tensorboard=True),
     )
     found = as_read(json.loads(json.dumps(theirs.to_dict())))
     for key in OF_CALLER:

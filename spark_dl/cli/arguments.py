@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import jsonargparse
+import yaml
 
-from spark_dl.config import Config
-from spark_dl.config.kinds import hints_of
-from spark_dl.config.load import SettingsParser, describe_settings, parse_config
+from spark_dl.config import Config, strategies
+from spark_dl.config.kinds import describe, hints_of
+from spark_dl.config.load import Layer, Text, build_layers, describe_settings, described, read_file, sections
 from spark_dl.launch.session import build_session
 from spark_dl.spec import ModelSpec, import_object
 from spark_dl.storage import join as join
@@ -113,10 +114,6 @@ class Job:
         return build_session(name, master=self.args["master"], conf=self.args["spark_conf"])
 
 
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter, jsonargparse.DefaultHelpFormatter):
-    """Keeps line breaks in the description and in the list of settings."""
-
-
 def parse(
     description: str, options: Mapping[str, tuple[Any, Any, str]], *, exclusive: Iterable[tuple[str, str]] = ()
 ) -> Job:
@@ -125,40 +122,84 @@ def parse(
     options: options of this job, name -> (type, default, help). A bool is a flag.
     exclusive: pairs of options of which at most one may be set.
     """
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)  # for --help
-    parser = SettingsParser(
-        description=description,
-        epilog=describe_settings() if {"-h", "--help"} & {*sys.argv[1:]} else None,  # loads packages of entry points
-        formatter_class=_HelpFormatter,
-        exit_on_error=False,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", action="config", help="YAML file with any of these settings; may be repeated")
-    parser.add_argument("--master", type=str | None, help="Spark master URL, or sc://host:port for Spark Connect")
-    parser.add_argument("--spark_conf", type=dict[str, str], default={}, help="Spark settings, as a YAML mapping")
-    for name, (kind, default, text) in options.items():
-        if kind is bool:
-            parser.add_argument(f"--{name}", action="store_true", help=text)
-        else:
-            parser.add_argument(f"--{name}", type=kind, default=default, help=text)
-    parser.add_class_arguments(Input, "input")
-    parser.add_class_arguments(Model, "model")
-    own = {name: kind for name, (kind, *_) in options.items()}
-    own |= {"master": str | None, "spark_conf": dict[str, str], "config": str}
-    own |= hints_of({"input": Input, "model": Model})
+    own = {
+        **options,
+        "master": (str | None, None, "Spark master URL, or sc://host:port for Spark Connect"),
+        "spark_conf": (dict[str, str], {}, "Spark settings, as a YAML mapping"),
+    }
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        _print_help(description, own)
+        sys.exit(0)
+    more: dict[str, Any] = {**{name: kind for name, (kind, *_) in own.items()}, "input": Input, "model": Model}
     try:
-        config, parsed = parse_config(parser, sys.argv[1:], own)
-        for one, other in exclusive:
-            if parsed[one] and parsed[other]:
-                raise ValueError(f"--{one} and --{other} exclude each other; pass only one of them")
-        return Job(
-            args={name: parsed[name] for name in (*options, "master", "spark_conf")},
+        flags = {name for name, kind in more.items() if kind is bool} | {"print_config"}
+        config, parsed = build_layers(_layers_of(sys.argv[1:], flags), {**more, "print_config": bool})
+        job = Job(
+            args={name: parsed.get(name, default) for name, (_, default, _) in own.items()},
             config=config,
-            input=Input(**parsed["input"]),
-            model=Model(**parsed["model"]),
+            input=Input(**parsed.get("input", {})),
+            model=Model(**parsed.get("model", {})),
         )
+        for one, other in exclusive:
+            if job.args[one] and job.args[other]:
+                raise ValueError(f"--{one} and --{other} exclude each other; pass only one of them")
     except ValueError as error:
         _fail(str(error), 2)
+    if parsed.get("print_config"):
+        about = {"input": dataclasses.asdict(job.input), "model": dataclasses.asdict(job.model)}
+        print(yaml.safe_dump({**job.args, **config.to_dict(), **about}, sort_keys=False), end="")
+        sys.exit(0)
+    return job
+
+
+def _layers_of(given: Sequence[str], flags: Collection[str]) -> list[Layer]:
+    """Returns the options of a command line as layers, in their order; of `--config` those of its file.
+
+    Raises ValueError for an option without a value, and for what is no option.
+    """
+    layers: list[Layer] = []
+    left = list(given)
+    while left:
+        option = left.pop(0)
+        key, equals, value = option[2:].partition("=")
+        if not option.startswith("--") or not key:
+            raise ValueError(f"expected an option such as --train.lr, found {option!r}")
+        if key in flags and not equals:
+            layers.append({key: True})
+            continue
+        if not equals:
+            if not left or left[0].startswith("--"):
+                raise ValueError(f"{key}: expected a value, as in --{key}=..., found nothing")
+            value = left.pop(0)
+        layers.append(read_file(value) if key == "config" else {key: Text(value)})
+    return layers
+
+
+def _print_help(description: str, own: Mapping[str, tuple[Any, Any, str]]) -> None:
+    parser = argparse.ArgumentParser(
+        description=description,
+        epilog=describe_settings(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [--config FILE] [--OPTION VALUE ...]",
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these settings; may be repeated")
+    parser.add_argument("--print_config", action="store_true", help="print all settings as YAML, and exit")
+    for name, (kind, default, text) in own.items():
+        said = text if default in (None, False, {}) else f"{text} (default: {default})"
+        about: dict[str, Any] = {"action": "store_true"} if kind is bool else {"metavar": name.upper()}
+        parser.add_argument(f"--{name}", help=said.replace("%", "%%"), **about)
+    known = {**sections(), "input": Input, "model": Model}
+    hints = hints_of(known)
+    for name, section in known.items():
+        group = parser.add_argument_group(name, (section.__doc__ or "").split("\n\n")[0])
+        if name == "parallel":
+            group.add_argument(
+                "--parallel.strategy", metavar="STRATEGY", help=f"one of {', '.join(strategies.names())}"
+            )
+        for setting, default, meaning in described(section):
+            said = f"{meaning} ({describe(hints[f'{name}.{setting}'])}; {default})".replace("%", "%%")
+            group.add_argument(f"--{name}.{setting}", metavar=setting.upper(), help=said)
+    parser.print_help()
 
 
 def read_datasets(spark: Any, source: Input, mixed: Iterable[str] = ()) -> dict[str, DataFrame | str]:

@@ -1,22 +1,16 @@
-"""Says which values a setting takes, by its type, and explains errors of jsonargparse about values of another type."""
+"""The types of settings: which values each takes, in words, and whether a value of YAML or JSON is one of them."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
-import yaml
-
 SECTION = "a section with settings"
 _ONE = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", types.NoneType: "null"}
 _MANY = {bool: "true and false", int: "whole numbers", float: "numbers", str: "strings", Any: "values"}
-_VALUE = re.compile(r"(?:Given|Got) value: (.*?)(?=\s+- Expected|\s+Given value type|\Z)", re.DOTALL)
-"""The value in a message of jsonargparse. A union repeats it after the errors of its options."""
 
 
 def hints_of(sections: Mapping[str, type]) -> dict[str, Any]:
@@ -28,12 +22,56 @@ def hints_of(sections: Mapping[str, type]) -> dict[str, Any]:
     return found
 
 
+def options_of(hint: Any) -> tuple[Any, ...]:
+    """Returns the types of which a value has one."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def fitted(hint: Any, value: Any) -> Any:
+    """Returns a value of YAML or JSON as one of a type: lists become tuples, whole numbers numbers, if they must.
+
+    Raises ValueError if the type does not take it.
+    """
+    if len(options := options_of(hint)) > 1:
+        for option in sorted(options, key=lambda option: option is float):  # a whole number stays one if it may
+            try:
+                return fitted(option, value)
+            except ValueError:
+                continue
+        raise ValueError
+    origin, args = get_origin(hint) or hint, get_args(hint)
+    if hint is Any:
+        return value
+    if origin is Literal:
+        fits = any(type(value) is type(choice) and value == choice for choice in args)
+    elif origin is float and type(value) is int:
+        return float(value)
+    elif isinstance(origin, type) and issubclass(origin, Mapping):
+        fits = isinstance(value, Mapping) and (not args or all(type(key) is args[0] for key in value))
+        if fits and args:
+            return {key: fitted(args[1], part) for key, part in value.items()}
+    elif isinstance(origin, type) and issubclass(origin, Sequence) and origin is not str:
+        fits = isinstance(value, (list, tuple))
+        if fits and args:
+            parts = args if origin is tuple and ... not in args else [args[0]] * len(value)
+            if len(parts) != len(value):
+                raise ValueError
+            value = [fitted(part, each) for part, each in zip(parts, value, strict=True)]
+        if fits:
+            return tuple(value) if origin is tuple else list(value)
+    else:
+        fits = type(value) is origin
+    if not fits:
+        raise ValueError
+    return value
+
+
 def describe(hint: Any) -> str:
     """Returns the values of a type in words, such as "a whole number or 'auto'"."""
     if get_origin(hint) is Literal:
         return _any_of([repr(value) for value in get_args(hint)])
-    if get_origin(hint) in (Union, types.UnionType):
-        options = sorted(get_args(hint), key=lambda option: option is types.NoneType)  # null is last
+    if len(options_of(hint)) > 1:
+        options = sorted(options_of(hint), key=lambda option: option is types.NoneType)  # null is last
         return _any_of([describe(option) for option in options])
     if dataclasses.is_dataclass(hint):
         return SECTION
@@ -59,35 +97,6 @@ def _container(hint: Any, plural: str = "") -> str:
 
 
 def _several(hint: Any) -> str:
-    if get_origin(hint) in (Literal, Union, types.UnionType):
+    if get_origin(hint) is Literal or len(options_of(hint)) > 1:
         return f"values that are each {describe(hint)}"
     return _MANY.get(hint) or _container(hint, "s")
-
-
-def explain_value(message: str, hints: Mapping[str, Any]) -> str | None:
-    """Returns an error of jsonargparse about a value as an error of a setting; None for errors of other kinds.
-
-    hints: of `hints_of`, and of the other arguments of the parser. Called by `config.load` on the driver.
-    """
-    if missing := re.match(r"the following arguments are required: ([\w.]+)\s*$", message):
-        return f"{missing[1]}: expected {describe(hints[missing[1]])}, found nothing" if missing[1] in hints else None
-    keys = re.findall(r'Parser key "([\w.]+)":', message)
-    section = re.search(r"Unable to load config '(.*?)'\s+- ", message, re.DOTALL)
-    rest = message[message.rfind('Parser key "') :]
-    value = _VALUE.search(rest)
-    if not keys or keys[-1] not in hints or not (value or section):
-        return None
-    text = value[1] if value else section[1] if section else ""
-    return f"{keys[-1]}: expected {describe(hints[keys[-1]])}, found {_as_value(text)!r}"
-
-
-def _as_value(text: str) -> Any:
-    """Returns the value that jsonargparse has shown, in the form of Python or of YAML. A string has no quotes there."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        pass
-    try:
-        return yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError, RecursionError):
-        return text

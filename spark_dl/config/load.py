@@ -1,33 +1,48 @@
-"""Reads settings from YAML files and dotted command-line overrides (`--train.lr=0.1`), with jsonargparse.
+"""Reads settings from YAML files and dotted overrides (`--train.lr=0.1`).
 
-Parsing has two passes: the first finds `parallel.strategy`, which defines the fields of `parallel` in the second.
+Files and overrides are layers: each sets values of keys, and the last one of a key counts. All of them together say
+`parallel.strategy`, which defines the settings of `parallel`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import docstring_parser
-import jsonargparse
 import yaml
 
 from spark_dl.config import Config, strategies
 from spark_dl.config.checks import check, suggestion
 from spark_dl.config.fields import fields_of_caller
-from spark_dl.config.kinds import SECTION, explain_value, hints_of
+from spark_dl.config.kinds import SECTION, describe, fitted, hints_of, options_of
 from spark_dl.config.parallel import Parallel
 
 _MOST_VALUES = 1_000_000
 """Values of a settings file: more than a vocabulary in it has."""
 
-_MODE = "spark_dl"
+Layer = Mapping[str, Any]
+"""Values by key: those of a section (`train: {lr: 1}`), or of one setting (`train.lr: 1`). A `Text` is not read yet."""
+
+
+class Text(str):
+    """A value as it was written on a command line. YAML reads it, unless its setting can be any text."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that takes `1e-3` for a number, as JSON and Python do."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.[\d_]+)([eE][-+]?\d+)$"),
+    list("-+0123456789."),
+)
 
 
 def sections(strategy: str = strategies.DEFAULT) -> dict[str, type]:
@@ -66,7 +81,9 @@ def build_config(plain: Mapping[str, Any]) -> Config:
             if key not in fields:
                 raise ValueError(_unknown_key(f"{name}.{key}", strategy, config_keys(strategy)))
         for key, field in fields.items():
-            check(key in own or not _is_required(field), f"{name}.{key}", "a value, as there is no default", None)
+            if key not in own and _is_required(field):
+                kind = describe(hints_of(known)[f"{name}.{key}"])
+                raise ValueError(f"{name}.{key}: expected {kind}, found nothing")
         built[name] = known[name](**own)
     return Config(**built)
 
@@ -115,115 +132,131 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] | Mappi
 
     Raises ValueError for an unknown key, with the closest known key, and for an invalid value.
     """
-    pairs = overrides.items() if isinstance(overrides, Mapping) else [o.partition("=")[::2] for o in overrides]
-    args = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in pairs]
-    args = args if path is None else [f"--config={path}", *args]
-    parser = SettingsParser(exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("--config", action="config")
-    # On a command line, null is no value; in a mapping, "null" is a text.
-    texts = {key: value for key, value in pairs if isinstance(overrides, Mapping) and isinstance(value, str)}
-    return parse_config(parser, args, texts=texts)[0]
+    layers: list[Layer] = [] if path is None else [read_file(path)]
+    if isinstance(overrides, Mapping):
+        layers += [{key: _as_written(value)} for key, value in overrides.items()]
+    else:
+        layers += [layer_of(override) for override in overrides]
+    return build_layers(layers)[0]
 
 
-def parse_config(
-    parser: jsonargparse.ArgumentParser,
-    args: Sequence[str],
-    more_hints: Mapping[str, Any] | None = None,
-    *,
-    texts: Mapping[str, str] | None = None,
-) -> tuple[Config, dict[str, Any]]:
-    """Adds all settings to a parser that has `--config`, and parses. Returns the settings and all parsed values.
+def _as_written(value: Any) -> Any:
+    # In a mapping, "null" is a text where a text can be; "0.1" is a number where a number must be.
+    return _Word(value) if isinstance(value, str) else value
 
-    more_hints: types of the other arguments of the parser, for messages. texts: values of settings that can be any
-    text, which are not read as YAML. Raises ValueError as `load_config` does.
-    """
-    parser.parser_mode = _MODE
-    for path in _config_files(args):
-        check_keys_once(path)
-    strategy = strategy_of(args)
-    known = sections(strategy)
-    parser.add_argument("--parallel.strategy", default=strategy, help=f"one of {', '.join(strategies.names())}")
-    for name, section in known.items():
-        if name == "sequences":
-            parser.add_argument("--sequences", type=section | None, default=None, help="null if each row is a sample")
-        else:
-            parser.add_class_arguments(section, name)
+
+class _Word(Text):
+    """A string of Python, which is a value of a setting that can be any text, also "null"."""
+
+
+def layer_of(override: str) -> Layer:
+    """Returns the layer of `train.lr=0.1`. Raises ValueError without a value."""
+    key, equals, value = override.partition("=")
+    if not equals:
+        raise ValueError(f"{key}: expected a value, as in {key}=..., found nothing")
+    return {key: Text(value)}
+
+
+def read_file(path: str | Path) -> Layer:
+    """Returns the layer of a YAML file. Raises ValueError for a file that cannot be read, and for keys in it twice."""
     try:
-        parsed = _plain(parser.parse_args(list(args)).as_dict())
-    except jsonargparse.ArgumentError as error:
-        raise ValueError(_explain(str(error), strategy, {**hints_of(known), **(more_hints or {})})) from None
-    for key in _keys_of_text(strategy) & (texts or {}).keys():
-        of_section, _, of_setting = key.partition(".")
-        parsed[of_section][of_setting] = (texts or {})[key]
-    return build_config({name: values for name, values in parsed.items() if name in known}), parsed
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"config: cannot read {path}: {error}") from error
+    try:
+        check_keys_once(path, text)
+        found = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"config: {path} is not YAML: {error}") from error
+    check(found is None or isinstance(found, dict), "config", f"sections with settings in {path}", found)
+    return found or {}
 
 
-class _Text(str):
-    """A string of YAML that stays what it is."""
+def build_layers(layers: Iterable[Layer], more: Mapping[str, Any] | None = None) -> tuple[Config, dict[str, Any]]:
+    """Returns the settings of layers, and the values of other keys that the layers have.
 
-
-class SettingsParser(jsonargparse.ArgumentParser):
-    """A parser whose `--print_config` writes strings of Python's own type."""
-
-    def dump(self, namespace: jsonargparse.Namespace, *args: Any, **kwargs: Any) -> str:
-        plain = namespace.clone()
-        for key, value in namespace.items():
-            plain[key] = _plain(value)
-        return str(super().dump(plain, *args, **kwargs))
-
-
-def _read_yaml(text: str) -> Any:
-    """Reads YAML as jsonargparse does, which would read strings in it once more: `"0123"` would be a number.
-
-    It looks at the exact type of a value, so that a string of another type stays as it is. Values of settings that are
-    numbers, such as `lr`, stay of Python's own type, which its checks of numbers expect.
+    more: types of the other keys, and dataclasses of other sections. Raises ValueError as `load_config` does.
     """
-    value = jsonargparse.get_loader("yaml")(text)
-    if not isinstance(value, dict) or not {*value} & {*Config.__dataclass_fields__}:
-        is_word = value is None and text.strip()[:1] in ("#", "&")  # of a command line: no comment, and no anchor
-        return _Text(text) if is_word else _marked(value, depth=0)
-    parallel = value.get("parallel")
-    strategy = parallel.get("strategy") if isinstance(parallel, dict) else None
-    of_text = _keys_of_text(strategy if strategy in strategies.names() else strategies.DEFAULT)
-    return {section: _marked_section(section, settings, of_text) for section, settings in value.items()}
+    layers, more = list(layers), more or {}
+    strategy = _strategy_of(layers)
+    known: dict[str, Any] = {**sections(strategy), **more}
+    of_sections: dict[str, Any] = {name: hint for name, hint in known.items() if dataclasses.is_dataclass(hint)}
+    hints = {**known, **hints_of(of_sections)}
+    hints["parallel.strategy"] = str
+    found: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            _apply(found, str(key), value, hints, strategy)
+    own = {name: found.pop(name) for name in [*found] if name not in more}
+    own.setdefault("parallel", {})["strategy"] = strategy
+    return build_config(own), found
 
 
-def _marked_section(section: str, settings: Any, of_text: Collection[str]) -> Any:
-    if not isinstance(settings, dict):
-        return _marked(settings, depth=-1)
-    return {name: _marked(v, depth=1 if f"{section}.{name}" in of_text else 0) for name, v in settings.items()}
+def _apply(found: dict[str, Any], key: str, value: Any, hints: Mapping[str, Any], strategy: str) -> None:
+    section, _, name = key.partition(".")
+    if key not in hints:
+        raise ValueError(_unknown_key(key, strategy, [k for k, hint in hints.items() if "." in k or not _is(hint)]))
+    if name:
+        if found.get(section) is None:
+            found[section] = {}
+        found[section][name] = _value_of(key, value, hints[key])
+    elif _is(hints[key]):
+        value = read_text(value) if isinstance(value, Text) else value
+        if value is None and key == "sequences":
+            found[key] = None
+            return
+        check(isinstance(value, Mapping), key, SECTION, value)
+        found.setdefault(key, {})
+        for inner, part in value.items():
+            _apply(found, f"{key}.{inner}", part, hints, strategy)
+    else:
+        found[key] = _value_of(key, value, hints[key])
 
 
-def _keys_of_text(strategy: str) -> set[str]:
-    """Returns the settings whose values can be any text."""
-    return {key for key, hint in hints_of(sections(strategy)).items() if str in (hint, *_options(hint))}
+def _is(hint: Any) -> bool:
+    """Whether a type is that of a section."""
+    return dataclasses.is_dataclass(hint)
 
 
-def _options(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else ()
+def _value_of(key: str, value: Any, hint: Any) -> Any:
+    if isinstance(value, Text):
+        options = options_of(hint)
+        if str not in options:
+            value = read_text(value)
+        elif value in ("null", "~") and types.NoneType in options and not isinstance(value, _Word):
+            value = None
+        else:
+            value = str(value)
+    if key == "parallel.strategy":
+        return value
+    try:
+        return fitted(hint, value)
+    except ValueError:
+        raise ValueError(f"{key}: expected {describe(hint)}, found {value!r}") from None
 
 
-def _marked(value: Any, *, depth: int) -> Any:
-    if isinstance(value, dict):
-        return {key: _marked(inner, depth=depth + 1) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_marked(inner, depth=depth + 1) for inner in value]
-    return _Text(value) if depth > 0 and isinstance(value, str) else value
+def read_text(text: str) -> Any:
+    """Returns the value of a text as YAML reads it, or the text itself if it is no YAML."""
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+    except (ValueError, yaml.YAMLError, RecursionError):
+        return str(text)
 
 
-def _plain(value: Any) -> Any:
-    """Returns parsed values with strings of Python's own type."""
-    if isinstance(value, dict):
-        return {_plain(key): _plain(inner) for key, inner in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_plain, value))
-    return str(value) if isinstance(value, _Text) else value
+def _strategy_of(layers: Iterable[Layer]) -> Any:
+    """Returns `parallel.strategy`: the last one counts."""
+    found: Any = strategies.DEFAULT
+    for layer in layers:
+        for key, value in layer.items():
+            if key == "parallel.strategy":
+                found = str(value) if isinstance(value, Text) else value
+            elif key == "parallel":
+                value = read_text(value) if isinstance(value, Text) else value
+                found = value.get("strategy", found) if isinstance(value, Mapping) else found
+    return found
 
 
-jsonargparse.set_loader(_MODE, _read_yaml, (yaml.YAMLError,))
-
-
-def check_keys_once(path: str | Path) -> None:
+def check_keys_once(path: str | Path, text: str) -> None:
     """Raises ValueError for a key or a section that a YAML file has twice, of which YAML would keep the last one.
 
     And for aliases of aliases, by which a small file stands for more values than fit into the memory.
@@ -249,72 +282,9 @@ def check_keys_once(path: str | Path) -> None:
         for inner in node.value if isinstance(node, yaml.SequenceNode) else ():
             walk(inner, above)
 
-    try:
-        root = yaml.compose(Path(path).read_text(), yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return  # the parser says what is wrong
+    root = yaml.compose(text, yaml.SafeLoader)
     if root is not None:
         walk(root, "")
-
-
-def _pairs(args: Sequence[str]) -> list[tuple[str, str]]:
-    """Returns options of a command line with their values: `--name=value`, or `--name value`."""
-    return [
-        (a.partition("=")[0], a.partition("=")[2] if "=" in a else b)
-        for a, b in zip(args, [*args, ""][1:], strict=True)
-    ]
-
-
-def _config_files(args: Sequence[str]) -> list[str]:
-    return [value for name, value in _pairs(args) if name == "--config" and Path(value).is_file()]
-
-
-def strategy_of(args: Sequence[str]) -> str:
-    """Returns `parallel.strategy` from the command line and its `--config` files. The last occurrence wins."""
-    found = strategies.DEFAULT
-    for name, value in _pairs(args):
-        if name == "--parallel.strategy":
-            found = value
-        elif name in ("--config", "--parallel"):
-            found = _strategy_in(name, value) or found
-    return found
-
-
-def _strategy_in(name: str, value: str) -> str | None:
-    """Returns the strategy in a YAML file or in the value of `--parallel`; None if it cannot be read."""
-    try:
-        read = yaml.safe_load(value if name == "--parallel" or not Path(value).is_file() else Path(value).read_text())
-    except (OSError, yaml.YAMLError):
-        return None
-    parallel = read if name == "--parallel" else read.get("parallel") if isinstance(read, Mapping) else None
-    strategy = parallel.get("strategy") if isinstance(parallel, Mapping) else None
-    return None if strategy is None else str(strategy)
-
-
-def _explain(message: str, strategy: str, hints: Mapping[str, Any]) -> str:
-    """Returns an error of jsonargparse as one of a setting. For an unknown key it has the closest known key."""
-    message = _as_of_group(message)
-    group = re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
-    other = re.search(r"(?:[Uu]nrecognized arguments: --|Option ')([\w.]+)", message)
-    key = ".".join(group.groups()) if group else other.group(1) if other else None
-    if key is not None:
-        return _unknown_key(key, strategy, [*(k for k in hints if k not in sections()), "parallel.strategy"])
-    if explained := explain_value(message, hints):
-        return explained
-    if unexpected := re.match(r"Unexpected config: (.*)", message, re.DOTALL):
-        return f"config: expected sections with settings, found {unexpected[1]!r:.200}"
-    return re.sub(r"\s+", " ", re.sub(r'Parser key "([\w.]+)":', r"\1:", message)).strip()
-
-
-def _as_of_group(message: str) -> str:
-    """Rewrites a message about `sequences`, an optional section, in the form of messages about other sections."""
-    section = re.match(r'Parser key "(\w+)":\s+Does not validate against any of the Union subtypes', message)
-    problem = re.search(r"Problem with given class_path '[\w.]+':\s+(.*)\s+- Expected a ", message, re.DOTALL)
-    if not (section and problem):
-        return message
-    name = section.group(1)
-    found = re.sub(r"^Option '([\w.]+)' is", rf"Group '{name}' does not accept option '\1', which is", problem.group(1))
-    return re.sub(r'^(Parser key "|the following arguments are required: )', rf"\1{name}.", found)
 
 
 def _unknown_key(key: str, strategy: str, known: Sequence[str]) -> str:
@@ -360,14 +330,21 @@ def describe_settings() -> str:
     return "\n".join(lines)
 
 
-def _lines_of(name: str, section: type) -> list[str]:
-    documented = docstring_parser.parse_from_object(section)
-    meanings = {p.arg_name: _first_sentence(p.description) for p in documented.params}
-    lines = []
+def described(section: type) -> Iterator[tuple[str, str, str]]:
+    """Yields the name of each setting, its default in words, and its meaning."""
+    meanings = {
+        p.arg_name: " ".join((p.description or "").split()) for p in docstring_parser.parse_from_object(section).params
+    }
     for field in dataclasses.fields(section):
         default = "required" if _is_required(field) else f"default: {_default(field)!r}"
-        lines.append(f"    --{name}.{field.name} ({default})  {meanings.get(field.name, '')}".rstrip())
-    return lines
+        yield field.name, default, meanings.get(field.name, "")
+
+
+def _lines_of(name: str, section: type) -> list[str]:
+    return [
+        f"    --{name}.{field} ({default})  {_first_sentence(meaning)}".rstrip()
+        for field, default, meaning in described(section)
+    ]
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import sklearn
 import torch
+import yaml
 
 from spark_dl.rundir import checkpoint
 from tests.builders.models import same_bits
@@ -326,8 +327,8 @@ def test_wrong_usage_and_failure_have_exit_codes_and_one_message(digits, tmp_pat
 @pytest.mark.slow
 def test_print_config_shows_the_result(digits):
     out, _ = run_job(*PLAIN, "jobs/train.py", *digits, "--train.lr=0.5", "--print_config")
-    assert "lr: 0.5" in out
-    assert "features:\n  - image" in out
+    assert yaml.safe_load(out)["train"]["lr"] == 0.5
+    assert yaml.safe_load(out)["data"]["features"] == ["image"]
 
 
 @pytest.mark.slow

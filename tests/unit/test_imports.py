@@ -524,7 +524,7 @@ def test_a_rank_loads_what_it_runs(tmp_path):
     run = Run(spec=spec, config=small_config(1), train=train, run_dir=str(tmp_path / "r"))
     (tmp_path / "run").write_bytes(pickle.dumps(run))
     found = subprocess.check_output([sys.executable, "-c", TRAINING, tmp_path / "run"], text=True, timeout=110).split()
-    of_driver = {"jsonargparse", "yaml", "pyspark", "pandas", "mlflow"} | {
+    of_driver = {"yaml", "pyspark", "pandas", "mlflow"} | {
         f"spark_dl.{name}" for name in ("driver", "inputs", "prepare", "cli", "track", "checks.settings", "data.write")
     }
     assert sorted(of_driver & {*found}) == []

@@ -7,7 +7,7 @@ import pytest
 
 from spark_dl import Launch
 from spark_dl.config import strategies
-from spark_dl.config.kinds import describe, explain_value, hints_of
+from spark_dl.config.kinds import describe, fitted, hints_of
 from spark_dl.config.load import config_keys, sections
 
 
@@ -55,10 +55,27 @@ def test_every_setting_has_a_type_in_words(strategy):
     assert [key for key, hint in hints.items() if "of the type" in describe(hint)] == []
 
 
-@pytest.mark.parametrize("message", [
-    "argument --run_dir: expected one argument",
-    "Parser key \"config\": File does not exist: '/nowhere.yaml'",
-    "the following arguments are required: other.key",
+@pytest.mark.parametrize(("hint", "value", "found"), [
+    (bool, True, True), (int, 3, 3), (float, 3, 3.0), (float, 0.5, 0.5), (str, "3", "3"), (Any, [1], [1]),
+    (Literal["a", 1], 1, 1), (int | None, None, None), (float | Literal["auto"], "auto", "auto"), (int | float, 3, 3),
+    (float | int, 3, 3), (tuple[int, ...], [1, 2], (1, 2)), (tuple[int, ...], [], ()),
+    (tuple[str, int], ["a", 1], ("a", 1)),
+    (list[float], [1], [1.0]), (Sequence[Any], [1, "a"], [1, "a"]), (dict[str, float], {"a": 1}, {"a": 1.0}),
+    (dict, {1: 2}, {1: 2}), (dict[str, str | bool | int], {"a": True, "b": 1, "c": "1"}, {"a": True, "b": 1, "c": "1"}),
+    (tuple[tuple[str, Any], ...], [["a", [1]]], (("a", [1]),)),
 ])  # fmt: skip
-def test_errors_of_other_kinds_are_left_as_they_are(message):
-    assert explain_value(message, hints_of(sections())) is None
+def test_a_value_of_yaml_becomes_one_of_the_type(hint, value, found):
+    became = fitted(hint, value)
+    assert became == found
+    assert repr(became) == repr(found), "also its type"
+
+
+@pytest.mark.parametrize(("hint", "value"), [
+    (bool, 1), (bool, "true"), (int, True), (int, 1.0), (int, "1"), (float, "1"), (float, True), (str, 1), (str, None),
+    (Literal["a", 1], True), (Literal["a", 1], "1"), (int | None, "null"), (tuple[int, ...], "12"),
+    (tuple[int, int], [1]),
+    (list[int], {"a": 1}), (list[int], [1, None]), (dict[str, float], {1: 1.0}), (dict[str, float], [1]), (complex, 1),
+])  # fmt: skip
+def test_a_value_of_another_type_is_refused(hint, value):
+    with pytest.raises(ValueError, match="^$"):
+        fitted(hint, value)

@@ -157,11 +157,37 @@ def test_B25_a_value_of_another_type_is_an_error_that_says_what_the_setting_take
     ("launch: 2", "launch: expected a section with settings, found 2"),
     ("sequences: [1]", "sequences: expected a section with settings, found [1]"),
     ("sequences: {length: 3, stride: x}", "sequences.stride: expected a whole number, found 'x'"),
-    ("3", "config: expected sections with settings, found '3"),
 ])  # fmt: skip
 def test_B25_a_value_of_another_type_in_a_file_is_the_same_error(tmp_path, text, message):
     with pytest.raises(ValueError, match=rf"^{re.escape(message)}"):
         load_config(write(tmp_path, text))
+
+
+def test_a_file_without_sections_is_an_error_that_names_it(tmp_path):
+    path = write(tmp_path, "3")
+    with pytest.raises(ValueError, match=f"^config: expected sections with settings in {path}, found 3$"):
+        load_config(path)
+    path = write(tmp_path, "train: [")
+    with pytest.raises(ValueError, match=f"^config: {path} is not YAML: "):
+        load_config(path)
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    ("1e-3", 0.001), ("1E5", 1e5), ("2.5e+3", 2500.0), (".5e1", 5.0), ("3", 3.0), ("0.25", 0.25), ("1_000.5", 1000.5),
+])  # fmt: skip
+def test_numbers_are_written_as_in_json_or_python(tmp_path, text, value):
+    for config in (load_config(None, [f"train.lr={text}"]), load_config(write(tmp_path, f"train: {{lr: {text}}}"))):
+        assert config.train.lr == value
+        assert type(config.train.lr) is float
+
+
+def test_the_last_value_of_a_key_counts(tmp_path):
+    path = write(tmp_path, "train: {lr: 0.5, optimizer_args: {momentum: 0.9}}\nlaunch: {num_ranks: 3}\n")
+    config = load_config(
+        path, ["train={lr: 0.1, epochs: 2}", "train.epochs=4", "train.optimizer_args={nesterov: true}"]
+    )
+    assert (config.train.lr, config.train.epochs, config.launch.num_ranks) == (0.1, 4, 3)
+    assert config.train.optimizer_args == {"nesterov": True}, "a mapping is one value"
 
 
 def test_sequences_need_a_length_and_may_be_null(tmp_path):

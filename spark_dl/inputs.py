@@ -24,8 +24,8 @@ from spark_dl.data.external.files import filter_rows
 from spark_dl.data.load.mixture import batch_shares
 from spark_dl.data.plan import rows_held_out
 from spark_dl.data.read.sequences import with_runs
-from spark_dl.data.store.key import NoKeyError, store_key
-from spark_dl.data.store.store import reopen, store_shards
+from spark_dl.data.write.key import NoKeyError, store_key
+from spark_dl.data.write.shards import write_shards
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -214,6 +214,8 @@ def _shards_of_rows(
     if reuse != "no" and (is_stored or storage.exists(storage.join(url, MANIFEST))):
         source = _source_of(df, config)
         if is_stored:
+            from spark_dl.data.store.store import reopen
+
             at = _stored_at(pointer, config.shards.store)
             found_before, lease = reopen(at, run=url, trusted=config.shards.trusted_writers)
             until_done.callback(lease.release)
@@ -222,14 +224,22 @@ def _shards_of_rows(
         if _is_used_again(df, source, url, found_before, config, reuse):
             return found_before
     source = source or _source_of(df, config)
-    shards, found = store_shards(
-        df, config.data, url, shards=config.shards, columns=config.stored_columns, run=url,
-        reference_columns=reference_columns, before_commit=before_commit,
-    )  # fmt: skip
-    if found is not None:
-        until_done.callback(found.release)
-        delete_dataset(url)  # an earlier attempt without the store may have written it
-        storage.write_bytes(pointer, json.dumps({"url": shards.url}).encode())
+    if config.shards.store is None:
+        shards = write_shards(
+            df, url, config.data, shards=config.shards, columns=config.stored_columns, overwrite=True,
+            reference_columns=reference_columns, before_commit=before_commit,
+        )  # fmt: skip
+    else:
+        from spark_dl.data.store.store import store_shards
+
+        shards, found = store_shards(
+            df, config.data, url, shards=config.shards, columns=config.stored_columns, run=url,
+            reference_columns=reference_columns, before_commit=before_commit,
+        )  # fmt: skip
+        if found is not None:
+            until_done.callback(found.release)
+            delete_dataset(url)  # an earlier attempt without the store may have written it
+            storage.write_bytes(pointer, json.dumps({"url": shards.url}).encode())
     storage.write_bytes(storage.join(url, SOURCE), json.dumps(source).encode())
     return shards
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from spark_dl.config import Data, Shards
-from spark_dl.data.store.key import _HARMLESS, NoKeyError, store_key
+from spark_dl.data.write.key import _HARMLESS, NoKeyError, store_key
 from tests.fuzz.errors import note
 
 EXPRESSIONS = (

@@ -15,7 +15,7 @@ import pytest
 
 import spark_dl
 from spark_dl import Data, Shards, storage
-from spark_dl.data.store.key import NoKeyError, store_key
+from spark_dl.data.write.key import NoKeyError, store_key
 from tests.builders.models import MLP, small_config
 from tests.builders.s3 import sessions_server
 from tests.builders.settings import make_config
@@ -51,7 +51,7 @@ FRESH = """
 import sys
 from pyspark.sql import SparkSession
 from spark_dl import Data, Shards
-from spark_dl.data.store.key import store_key
+from spark_dl.data.write.key import store_key
 spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
 spark.range(5).count()  # ids of columns are others here
 print("key", store_key(spark.read.parquet(sys.argv[1]).where("id >= 100").drop("id"), Data(), Shards()))

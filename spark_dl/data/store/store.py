@@ -35,7 +35,7 @@ from spark_dl.config.checks import check
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.manifest import MANIFEST, delete_dataset, read_shards
 from spark_dl.data.dataset.records import ShardSet
-from spark_dl.data.store.key import NoKeyError, store_key
+from spark_dl.data.write.key import NoKeyError, store_key
 from spark_dl.data.write.shards import write_shards
 from spark_dl.storage import local_files
 

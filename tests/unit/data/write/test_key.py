@@ -2,7 +2,7 @@
 
 import pytest
 
-from spark_dl.data.store.key import reason_without_key
+from spark_dl.data.write.key import reason_without_key
 
 SOURCES = "org.apache.spark.sql.execution.datasources"
 DELTA_INDEX = "org.apache.spark.sql.delta.files.TahoeLogFileIndex"

@@ -2,7 +2,7 @@
 
 1. `check_settings` checks the settings, the model and the session, before any data is read.
 2. `prepare_run` writes the DataFrame as a dataset, or opens an existing dataset, and returns a `Run`.
-3. `run_barrier(worker.main, run)` starts one barrier task per rank. Rank 0 commits checkpoints.
+3. `run_barrier` of `worker.main(run)` starts one barrier task per rank. Rank 0 commits checkpoints.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from spark_dl.inputs import check_rank_rows
 from spark_dl.launch.barrier import run_barrier
 from spark_dl.launch.calls import as_call, check_call, check_dataframe, launch_settings
 from spark_dl.launch.failures.errors import RankError
-from spark_dl.launch.rank.task import Attempt
+from spark_dl.launch.rank.task import Attempt, RankResult
 from spark_dl.launch.session import describe_session, find_session
 from spark_dl.launch.supervise import MoreSlotsError, check_growth, fit_ranks, run_attempts
 from spark_dl.prepare import as_sources, next_attempt, prepare_evaluation, prepare_run
@@ -294,8 +294,10 @@ def launch(
     spark = find_session(None, spark)
     call, args, env, program = as_call(fn, args, kwargs, env)
     own_run = start_own_run(run_dir, resume=resume, overwrite=overwrite)
-    return _call_in_attempts(spark, settings, call, args, kwargs, settings, own_run=own_run, env=env,
-                             description=describe("launch", settings.num_ranks, program or name_of(fn)))  # fmt: skip
+    return _call_in_attempts(
+        spark, functools.partial(worker.call, call, args, kwargs, settings), settings, own_run=own_run, env=env,
+        description=describe("launch", settings.num_ranks, program or name_of(fn)),
+    )  # fmt: skip
 
 
 def run_on_dataframe(
@@ -331,23 +333,32 @@ def run_on_dataframe(
     )
     check_rank_rows(df, rows.data, rows.shards, rows.loader)
     with local.dealt_rows(df, rows.data, rows.shards, settings.num_ranks) as (dealt, columns):
+        call = functools.partial(worker.call, fn, (), kwargs, settings, columns=columns, settings=rows)
         return _call_in_attempts(
-            find_session(df), settings, fn, (), kwargs, settings, columns=columns, settings=rows, source=dealt, env=env,
+            find_session(df), call, settings, source=dealt, env=env,
             description=describe("run_on_dataframe", settings.num_ranks, name_of(fn)),
         )  # fmt: skip
 
 
 def _call_in_attempts(
-    spark: SparkSession, launch: Launch, *args: Any, own_run: OwnRun | None = None, **options: Any
+    spark: SparkSession,
+    call: functools.partial[RankResult],
+    launch: Launch,
+    *,
+    description: str,
+    env: Mapping[str, str] | None,
+    source: DataFrame | None = None,
+    own_run: OwnRun | None = None,
 ) -> list[Any]:
-    """Calls a user's function on ranks with `worker.call`, and after a failure again, if `launch` asks for it."""
+    """Makes a `worker.call` of the user's function on ranks, and after a failure again, if `launch` asks for it."""
 
     def attempt(this: Attempt) -> list[Any]:
-        watch: dict[str, Any] = {"on_event": show_output, "poll": follow_logs(launch)}
-        return run_barrier(spark, worker.call, *args, launch=launch, attempt=this, **watch, **options)
+        return run_barrier(
+            spark, call, launch=launch, attempt=this, description=description, env=env, source=source,
+            begin=own_run.begin if own_run else dict, on_event=show_output, poll=follow_logs(launch),
+        )  # fmt: skip
 
     more: dict[str, Any] = {"advice": own_run.how_to_resume} if own_run else {"default_restarts": 0}
-    options["begin"] = own_run.begin if own_run else dict
     return run_attempts(attempt, launch, **more)
 
 
@@ -377,10 +388,10 @@ def _launch_run(
     if task == "train" and strategy.train_from_driver is not None:
         return strategy.train_from_driver(spark, run, report=watch["on_event"])
     if not streams:
-        results = run_barrier(spark, worker.main, run, task=task, launch=launch, **watch)
+        results = run_barrier(spark, functools.partial(worker.main, run, task=task), launch=launch, **watch)
     else:
         rows = local.dealt_rows(data, config.data, config.shards, launch.num_ranks, run.reference_columns)
         with rows as (dealt, columns):
-            streamed: dict[str, Any] = {"columns": columns, "source": dealt}
-            results = run_barrier(spark, worker.main, run, task=task, launch=launch, **streamed, **watch)
+            call = functools.partial(worker.main, run, task=task, columns=columns)
+            results = run_barrier(spark, call, launch=launch, source=dealt, **watch)
     return dict(results[0])

@@ -13,6 +13,7 @@ executors:
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import statistics
@@ -128,7 +129,7 @@ def parallelize(config: Config) -> strategies.Parallelize:
 
 def _measure_on_ranks(spark: Any, method: str, num_hosts: int, mib: float, repeats: int) -> dict[str, Any]:
     config = config_of(METHODS[method].parallel, num_hosts)
-    by_rank = run_barrier(spark, _time_on_rank, method, mib, repeats, config, launch=config.launch)
+    by_rank = run_barrier(spark, functools.partial(_time_on_rank, method, mib, repeats, config), launch=config.launch)
     sent = [r["sent"] for r in by_rank]
     return {
         "seconds": median_of_slowest([r["seconds"] for r in by_rank]),

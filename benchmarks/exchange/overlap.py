@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,7 +51,9 @@ def measure(
 
     def take(**settings: Any) -> dict[str, Any]:
         steps = Steps(profile=profile, scale=scale, num_steps=repeats, same_clock=same_clock, **settings)
-        found: dict[str, Any] = run_barrier(spark, time_steps, dataclasses.asdict(steps), launch=launch)[0]
+        found: dict[str, Any] = run_barrier(
+            spark, functools.partial(time_steps, dataclasses.asdict(steps)), launch=launch
+        )[0]
         return found
 
     alone = take()
@@ -58,7 +61,9 @@ def measure(
     compute = {"forward_s": communication_s / 2, "backward_s": communication_s}
     log.show(f"{profile}: {communication_s:.3f} s of communication alone, and backward passes as long")
     network = PROFILES[profile]().shrunk(scale)
-    auto_mib = run_barrier(spark, _choose_on_rank, profile, {"scale": scale, **compute}, launch=launch)[0]
+    auto_mib = run_barrier(
+        spark, functools.partial(_choose_on_rank, profile, {"scale": scale, **compute}), launch=launch
+    )[0]
     log.show(f"bucket_mib: auto chooses {auto_mib:g} MiB")
     results: dict[str, Any] = {"auto_bucket_mib": auto_mib}
     if "breakdown" in sections:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,7 @@ def read_links(spark: Any, num_hosts: int) -> dict[str, LinkBytes]:
 
     One rank runs on each host, which must have one task slot. Raises as `run_barrier` does.
     """
-    found = run_barrier(spark, _read_own_link, launch=Launch(num_ranks=num_hosts, device="cpu"))
+    found = run_barrier(spark, functools.partial(_read_own_link), launch=Launch(num_ranks=num_hosts, device="cpu"))
     by_host = {host: LinkBytes(**counted) for host, counted in found}
     driver = str(spark.conf.get("spark.driver.host"))
     return {**by_host, f"driver {driver}": read_link(driver)}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import itertools
 import logging
 import math
@@ -67,7 +68,7 @@ def probe(spark: Any, launch: Launch, *, description: str) -> Probed:
     Raises as `run_barrier` does.
     """
     found: list[Mapping[str, Any]] = run_barrier(
-        spark, measure_as_rank, launch, launch=launch, description=description
+        spark, functools.partial(measure_as_rank, launch), launch=launch, description=description
     )  # fmt: skip
     first = found[0]
     hosts = Counter(first["hosts"])  # keeps the order in which the ranks have them

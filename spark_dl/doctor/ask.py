@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import uuid
@@ -36,8 +37,11 @@ def ask_ranks(spark: Any, launch: Launch, folder: str, *, reap: bool) -> list[di
     answers = Answers(n)
     try:
         found = run_barrier(
-            spark, on_rank.examine, probes, os.urandom(32), launch.start_timeout_s, FILES_S, launch.device,
-            launch=launch, description=describe("doctor", n, ""), on_event=answers.take, limit_s=limit_s, reap=reap,
+            spark,
+            functools.partial(
+                on_rank.examine, probes, os.urandom(32), launch.start_timeout_s, FILES_S, launch.device, reap=reap
+            ),
+            launch=launch, description=describe("doctor", n, ""), on_event=answers.take, limit_s=limit_s,
         )  # fmt: skip
     except BaseException as error:
         with Calls() as files:  # ranks that were killed have not deleted theirs

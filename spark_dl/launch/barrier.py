@@ -236,8 +236,8 @@ class StartCheck:
 
 def run_barrier(
     spark: Any,
-    fn: Callable[..., RankResult],
-    *args: Any,
+    call: functools.partial[RankResult],
+    *,
     launch: Launch,
     description: str = "spark_dl ranks",
     on_event: Callable[[Event], None] | None = None,
@@ -248,19 +248,19 @@ def run_barrier(
     begin: Callable[[], Mapping[str, str]] = dict,
     attempt: Attempt = _FIRST,
     limit_s: float = math.inf,
-    **kwargs: Any,
 ) -> list[Any]:
-    """Runs `fn(*args, report=..., **kwargs)` on `launch.num_ranks` ranks. Called on the driver.
+    """Makes a call on each of `launch.num_ranks` ranks, in one barrier job. Called on the driver.
 
     Returns the results by rank. When this function raises, it has cancelled the job, and waited up to 30 s for its end.
     If the job has not ended then, a warning says so.
 
+    call: a function and its arguments. Ranks call it with `report`, which sends events to `on_event`, besides.
     description: of the job, in Spark's UI.
     on_event: called in the driver's thread with the events of the ranks, while they run. Over Spark Connect, where
         ranks cannot connect to the driver, it gets the events that `poll` returns.
     on_ask: called in the driver's thread with each question of a rank (`Reporter.ask`); returns answers by task, also
         to earlier questions of other ranks. Not over Spark Connect.
-    source: a DataFrame with one partition per rank. The ranks get its rows: `fn(..., rows=TaskInput)`.
+    source: a DataFrame with one partition per rank. The call gets the rows of the rank: `rows`, a `TaskInput`.
     env: environment variables of the user for the ranks, set when the function is called.
     begin: called after all checks of the call, before its job is started; returns further variables of the ranks, which
         are set when the function is called.
@@ -280,7 +280,7 @@ def run_barrier(
         preflight.check_log_dir(launch)
         if source is not None:
             preflight.check_disks(spark)
-        packed = payload.pack_call(fn, args, kwargs)
+        packed = payload.pack_call(call.func, call.args, call.keywords)
         num_tasks = preflight.num_tasks(spark, launch.num_ranks, profile, attempt.left_out if source is None else ())
         if num_tasks == launch.num_ranks:
             attempt = dataclasses.replace(attempt, left_out=frozenset())

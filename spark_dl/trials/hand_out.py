@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -37,7 +38,8 @@ def run_trials(
     num_ranks = run.config.launch.num_ranks
     launch = dataclasses.replace(run.config.launch, num_ranks=num_ranks * num_groups)
     hand_out = HandOut(trials, num_ranks)
-    run_barrier(spark, rank.run_trials, run, spec, launch=launch, on_event=on_event, on_ask=hand_out.answer)
+    call = functools.partial(rank.run_trials, run, spec)
+    run_barrier(spark, call, launch=launch, on_event=on_event, on_ask=hand_out.answer)
 
 
 def show_trials(shown: Progress, functions: Sequence[OnEvent] = ()) -> OnEvent:

@@ -1,5 +1,6 @@
 """`diagnose` and jobs/doctor.py on real sessions: healthy ones, and ones in which a run would fail."""
 
+import functools
 import json
 import os
 import signal
@@ -114,7 +115,9 @@ def examine_and_fail(probe, report):
 @pytest.mark.modes("local")
 def test_a_rank_that_fails_deletes_its_file(spark, tmp_path):
     with pytest.raises(spark_dl.RankError, match="no answer; written: True"):
-        run_barrier(spark, examine_and_fail, str(tmp_path / "probe-doctor-0"), launch=small_config(1).launch)
+        run_barrier(
+            spark, functools.partial(examine_and_fail, str(tmp_path / "probe-doctor-0")), launch=small_config(1).launch
+        )
     assert list(tmp_path.iterdir()) == []
 
 

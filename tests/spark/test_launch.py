@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
+import functools
 import importlib
 import logging
 import multiprocessing
@@ -686,7 +687,7 @@ def test_F09_an_interrupt_on_the_driver_ends_the_ranks(spark):
 
     with pytest.raises(KeyboardInterrupt):
         barrier.run_barrier(
-            spark, spark_dl.worker.call, lambda: time.sleep(60), (), {}, Launch(num_ranks=2),
+            spark, functools.partial(spark_dl.worker.call, lambda: time.sleep(60), (), {}, Launch(num_ranks=2)),
             launch=Launch(num_ranks=2), on_event=interrupt,
         )  # fmt: skip
     for pid in pids:
@@ -939,7 +940,7 @@ def _launch_late(spark, place, seconds, start_timeout_s):
     launch, late = Launch(num_ranks=2, start_timeout_s=start_timeout_s), _Late(seconds)
     attempt = Attempt(number=late if place == "python" else 0)  # a part of the task, which is unpickled by Spark
     args = (late if place == "call" else "there", launch, seconds if place == "meeting" else 0)
-    return barrier.run_barrier(spark, _join_late, *args, launch=launch, attempt=attempt)
+    return barrier.run_barrier(spark, functools.partial(_join_late, *args), launch=launch, attempt=attempt)
 
 
 @pytest.mark.slow
@@ -976,7 +977,7 @@ def test_F25_a_rank_that_stalls_is_an_error_also_where_ranks_cannot_reach_the_dr
 @pytest.mark.modes("local")
 def test_ranks_that_do_not_join_each_other_are_not_waited_for(spark):
     launch = Launch(num_ranks=2, start_timeout_s=1)
-    assert barrier.run_barrier(spark, _never_join, 3, launch=launch) == [0, 1]
+    assert barrier.run_barrier(spark, functools.partial(_never_join, 3), launch=launch) == [0, 1]
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """run_on_dataframe and training with shards.storage='local', in every mode."""
 
 import dataclasses
+import functools
 import os
 import resource
 import signal
@@ -291,10 +292,11 @@ def test_a_source_that_was_not_dealt_is_an_error(spark):
     launch, data = spark_dl.Launch(num_ranks=3), Data(features=("id",), label=None)
     wrong = pytest.raises(RankError, match="Spark started 2 tasks for 3 ranks")
     with local.dealt_rows(spark.range(9), data, Shards(), 2) as (dealt, columns), wrong:
-        run_barrier(
-            spark, spark_dl.worker.call, _rows_of_rank, (), {}, launch, columns=columns,
-            settings=local.RowSettings(data=data), launch=launch, source=dealt,
-        )  # fmt: skip
+        settings = local.RowSettings(data=data)
+        call = functools.partial(
+            spark_dl.worker.call, _rows_of_rank, (), {}, launch, columns=columns, settings=settings
+        )
+        run_barrier(spark, call, launch=launch, source=dealt)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ Qi et al. 2023, arXiv:2401.10241.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from spark_dl.parallel.loss import Count, unused_message
 from spark_dl.parallel.mesh.layers import Layer, Tied
+from spark_dl.parallel.mesh.settings import SEVERAL_STAGES, SPLIT, Schedule
 from spark_dl.parallel.mesh.stage import Boundary, Stage, enter
 from spark_dl.parallel.mesh.trial import Stages
 from spark_dl.spec import Batch, ModelSpec, Output
@@ -23,11 +24,6 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
     from spark_dl.config import Config
-
-Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
-_SPLIT = ("zero_bubble", "zbv")
-"""Schedules that compute the gradients of inputs and of weights apart."""
-_SEVERAL_STAGES = ("interleaved", "zero_bubble", "zbv")
 
 
 def check_pipeline(spec: ModelSpec, num_ranks: int) -> None:
@@ -75,7 +71,7 @@ class Pipeline:
         self._divisor: Count = 0
         self._losses: list[Tensor] = []
         self._error: Exception | None = None
-        self._used: list[nn.Parameter] | None = [] if schedule in _SPLIT else None
+        self._used: list[nn.Parameter] | None = [] if schedule in SPLIT else None
         """In the first step, the parameters that later stages need gradients of; None if they need not be checked."""
 
     @property
@@ -91,7 +87,7 @@ class Pipeline:
     @property
     def runs_hooks(self) -> bool:
         """Whether the hooks of parameters run in the backward pass, as the schedule computes all gradients there."""
-        return self._schedule not in _SPLIT
+        return self._schedule not in SPLIT
 
     @property
     def is_last(self) -> bool:
@@ -151,7 +147,7 @@ class Pipeline:
                 found: tuple[Tensor, ...] = (losses / self._divisor,)
             else:
                 found = stages.boundaries[index].unwrap(stage.activation(batch, received))
-            if self._schedule in _SPLIT:  # such a schedule detaches them, which torch does not do with views
+            if self._schedule in SPLIT:  # such a schedule detaches them, which torch does not do with views
                 found = tuple(t.clone() if t._is_view() else t for t in found)
             if self._used is not None:
                 self._used += _parameters_of(found)
@@ -195,7 +191,7 @@ class Pipeline:
         stages = [self._torch_stage(i, stage) for i, stage in sorted(self._stages.stages.items())]
         count = 1 if self._schedule == "naive" else self._micro_batches
         schedule = classes[self._schedule](
-            stages if self._schedule in _SEVERAL_STAGES else stages[0], count,
+            stages if self._schedule in SEVERAL_STAGES else stages[0], count,
             loss_fn=lambda loss, _: loss, scale_grads=False,
         )  # fmt: skip
 
@@ -226,7 +222,7 @@ class Pipeline:
         gradients out, silently. So the input gets a gradient, which is sent for nothing.
         """
         tensors = boundary.tensors
-        if self._schedule not in _SPLIT or any(t.requires_grad for t in tensors):
+        if self._schedule not in SPLIT or any(t.requires_grad for t in tensors):
             return tensors
         found = tuple(torch.empty_like(t, requires_grad=t.is_floating_point()) for t in tensors)
         if not any(t.requires_grad for t in found):

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 OLDEST_TORCH = "2.13"
 Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "pipedream"]
-_SEVERAL_STAGES = ("interleaved", "zero_bubble", "zbv")
+SEVERAL_STAGES = ("interleaved", "zero_bubble", "zbv")
 """Schedules with several stages on a rank."""
-_SPLIT = ("zero_bubble", "zbv")
+SPLIT = ("zero_bubble", "zbv")
 """Schedules that compute the gradients of inputs and of weights apart."""
 
 
@@ -83,7 +83,7 @@ EXCLUDES = (
     Conflict("parallel.find_unused_parameters",
              lambda c: _mesh(c).find_unused_parameters and _mesh(c).pipeline > 1,
              "expected false with parallel.pipeline above 1, whose stages wait for the gradients of all their layers"),
-    Conflict("parallel.experts", lambda c: _mesh(c).experts > 1 and _pipes(c, *_SPLIT),
+    Conflict("parallel.experts", lambda c: _mesh(c).experts > 1 and _pipes(c, *SPLIT),
              "expected 1 with parallel.schedule={c.parallel.schedule!r}, which computes the gradients of weights apart "
              "from those of tokens, found {c.parallel.experts}; use 1f1b"),
     Conflict("loader.ragged", lambda c: _mesh(c).pipeline > 1 and c.loader.ragged == "offsets",
@@ -170,10 +170,10 @@ class Mesh(Parallel):
             )
 
     def _check_pipeline(self) -> None:
-        if self.stages_per_rank > 1 and self.schedule not in _SEVERAL_STAGES:
+        if self.stages_per_rank > 1 and self.schedule not in SEVERAL_STAGES:
             raise ValueError(
                 f"parallel.stages_per_rank: expected 1 with parallel.schedule={self.schedule!r}, found "
-                f"{self.stages_per_rank}; only {', '.join(_SEVERAL_STAGES)} have several stages on a rank"
+                f"{self.stages_per_rank}; only {', '.join(SEVERAL_STAGES)} have several stages on a rank"
             )
         if self.schedule == "zbv" and self.stages_per_rank != 2:
             raise ValueError(
@@ -195,7 +195,7 @@ class Mesh(Parallel):
                 f"{self.schedule!r}, found {self.zero_stage}: micro-batches in flight need whole gradients; use "
                 f"{'0' if self.schedule == 'pipedream' else '0, 1 or 3'}"
             )
-        if self.zero_stage == 3 and self.schedule in _SPLIT:
+        if self.zero_stage == 3 and self.schedule in SPLIT:
             raise ValueError(
                 f"parallel.zero_stage: expected 0 or 1 with parallel.schedule={self.schedule!r}, which computes the "
                 "gradients of weights apart, found 3; use 1f1b or gpipe"

@@ -551,6 +551,17 @@ def test_each_module_has_tests_that_make_check_runs():
     assert [p.as_posix() for p in tests_of("spark_dl/storage/__init__.py")] == ["tests/unit/test_storage.py"]
 
 
+def test_each_module_has_a_test_file_of_its_name_or_the_list_says_which():
+    listed = {}
+    _, _, table = (ROOT / "tests/README.md").read_text().partition("## Modules whose tests have another name")
+    for modules, tests in re.findall(r"^\| (`.*`) \| (`.*`) \|$", table, re.MULTILINE):
+        listed |= dict.fromkeys(re.findall(r"`(.+?)`", modules), re.findall(r"`(.+?)`", tests))
+    of_tests = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    others = {n for n in MODULES if not n.endswith("__init__.py") and f"test_{Path(n).stem}" not in of_tests}
+    assert {*listed} == others
+    assert [test for tests in listed.values() for test in tests if not (ROOT / "tests" / test).is_file()] == []
+
+
 def test_the_package_is_pickled_by_its_name():
     """A function of a notebook, whose variable `spark_dl` it is, goes to the executors."""
     from pyspark import cloudpickle

@@ -351,6 +351,7 @@ def test_environment_variables_are_touched_in_launch_alone():
 
 REVIEWED = {
     ("spec.py", "exec"): "the user's own file, by the name that the driver's caller gave: file.py:name",
+    ("config/load.py", "yaml.load"): "with a SafeLoader, which also takes 1e-3 for a number",
     ("launch/rank/as_program.py", "exec"): 'the user\'s program, launch("train.py"), in a process of its own',
     ("launch/code/payload.py", "pickle.loads"): "the user's own code, on its way from the driver to the ranks",
     ("data/petastorm/unischema.py", "pickle.Unpickler"): "creates stubs alone, by exact names; S01 attacks it",

@@ -363,3 +363,12 @@ def test_a_key_that_is_there_twice_is_an_error_with_both_lines(tmp_path, text, m
     path.write_text(text)
     with pytest.raises(ValueError, match=f"{path}: the key {message}; expected each key once"):
         load_config(path)
+
+
+def test_S02_a_settings_file_makes_no_objects(tmp_path):
+    path = write(tmp_path, f"train: {{lr: !!python/object/apply:os.system ['touch {tmp_path}/made']}}")
+    with pytest.raises(ValueError, match=f"^config: {path} is not YAML: .*could not determine a constructor"):
+        load_config(path)
+    with pytest.raises(ValueError, match="train.lr: expected a number, found "):
+        load_config(None, [f"train.lr=!!python/object/apply:os.system ['touch {tmp_path}/made']"])
+    assert not (tmp_path / "made").exists()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         Track,
         Train,
     )
+    from spark_dl.config.checks import SettingError
     from spark_dl.config.load import load_config
     from spark_dl.config.strategies import Strategy
     from spark_dl.data.dataset.manifest import read_shards
@@ -83,6 +84,7 @@ _MODULES = {
     "RankError": "spark_dl.launch.failures.errors",
     "RankRows": "spark_dl.data.load.local",
     "Sequences": "spark_dl.config",
+    "SettingError": "spark_dl.config.checks",
     "ShardSet": "spark_dl.data.dataset.records",
     "Shards": "spark_dl.config",
     "ShuffleReduce": "spark_dl.baselines.driver_loop.shuffle_reduce",
@@ -146,6 +148,7 @@ __all__ = [
     "RankError",
     "RankRows",
     "Sequences",
+    "SettingError",
     "ShardSet",
     "Shards",
     "ShuffleReduce",

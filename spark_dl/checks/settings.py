@@ -7,6 +7,7 @@ from typing import Any
 
 from spark_dl.checks.functions import check_functions
 from spark_dl.config import Config, Launch, strategies
+from spark_dl.config.checks import SettingError
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.inputs import as_written
 from spark_dl.launch import preflight
@@ -32,17 +33,17 @@ def check_settings(spark: Any, spec: ModelSpec, config: Config, *, has_validatio
     metrics = build_metrics(spec, config)
     stops_at, known = config.train.early_stop_metric, ["loss", *(m.name for m in metrics)]
     if stops_at is not None and stops_at not in known and spec.evaluation is None:
-        raise ValueError(f"train.early_stop_metric: expected one of {known}, found {stops_at!r}")
+        raise SettingError("train.early_stop_metric", f"expected one of {known}, found {stops_at!r}")
     for metric in metrics:
         if metric.name == stops_at and metric.function is None:
             check_scalar(metric.name, metric.metric)
     if config.train.early_stop_metric and not (has_validation or config.train.validation_fraction):
-        raise ValueError(
-            "train.early_stop_metric: needs validation rows; set train.validation_fraction, or pass validation"
+        raise SettingError(
+            "train.early_stop_metric", "needs validation rows; set train.validation_fraction, or pass validation"
         )
     if config.checkpoint.keep_best and not (has_validation or config.train.validation_fraction):
-        raise ValueError(
-            "checkpoint.keep_best: needs validation rows; set train.validation_fraction, or pass validation"
+        raise SettingError(
+            "checkpoint.keep_best", "needs validation rows; set train.validation_fraction, or pass validation"
         )
     if config.checkpoint.signing_key_file:
         read_key(config.checkpoint.signing_key_file)

@@ -32,9 +32,24 @@ Conditions = tuple[tuple[tuple[str, str, Any], ...], ...]
 """`data.filters` in disjunctive normal form: a row passes if all (column, op, value) of any inner tuple hold."""
 
 
+class SettingError(ValueError):
+    """A setting that is unknown, has a value that it does not take, or does not go with another one."""
+
+    key: str
+    """The setting, such as `train.lr`."""
+
+    def __init__(self, key: str, problem: str):
+        """problem: what was expected, what was found, and what to change. A message that says "unknown" has the key."""
+        super().__init__(key, problem)
+        self.key, self._problem = key, problem
+
+    def __str__(self) -> str:
+        return self._problem if self._problem.startswith("unknown ") else f"{self.key}: {self._problem}"
+
+
 def check(ok: bool, key: str, expected: str, found: Any) -> None:
     if not ok:
-        raise ValueError(f"{key}: expected {expected}, found {found!r}")
+        raise SettingError(key, f"expected {expected}, found {found!r}")
 
 
 def section_name(section: type) -> str:
@@ -75,7 +90,7 @@ def check_class(key: str, module: str, base: str, name: Any) -> None:
     known = [n for n, c in classes.items() if isinstance(c, type) and issubclass(c, classes[base])]
     known = [n for n in known if n != base and not n.startswith("_")]
     if name not in known:
-        raise ValueError(f"{key}: no class {name!r} in {module}{suggestion(str(name), known)}")
+        raise SettingError(key, f"no class {name!r} in {module}{suggestion(str(name), known)}")
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from spark_dl.config import strategies
 from spark_dl.config.checkpoint import Checkpoint
+from spark_dl.config.checks import SettingError
 from spark_dl.config.conflicts import check_conflicts
 from spark_dl.config.data import Assembled, Data
 from spark_dl.config.faults import Faults
@@ -57,9 +58,10 @@ class Config:
             if not isinstance(value := getattr(self, section.name), kind):
                 kind = {Parallel: type(_default_strategy()), Sequences | None: Sequences}.get(kind, kind)
                 example = ", or the settings of another strategy" if section.name == "parallel" else ""
-                raise ValueError(
-                    f"{section.name}: expected a spark_dl.{kind.__name__}{example}, found a {type(value).__name__}; "
-                    f"pass spark_dl.{kind.__name__}(...), or read settings by key with spark_dl.load_config"
+                raise SettingError(
+                    f"{section.name}",
+                    f"expected a spark_dl.{kind.__name__}{example}, found a {type(value).__name__}; "
+                    f"pass spark_dl.{kind.__name__}(...), or read settings by key with spark_dl.load_config",
                 )
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spark_dl.config.checks import suggestion
+from spark_dl.config.checks import SettingError, suggestion
 
 if TYPE_CHECKING:
     from spark_dl.config.config import Config
@@ -157,7 +157,7 @@ def check_conflicts(config: Config) -> None:
     """Raises ValueError for the first conflict in the table, and for inconsistent numbers."""
     for conflict in (*CONFLICTS, *config.parallel.excludes):
         if conflict.excluded(config):
-            raise ValueError(f"{conflict.key}: {conflict.message.format(c=config)}")
+            raise SettingError(conflict.key, conflict.message.format(c=config))
     _check_metrics(config)
     _check_streams(config)
     _check_ranks(config)
@@ -166,9 +166,9 @@ def check_conflicts(config: Config) -> None:
 def _check_metrics(config: Config) -> None:
     for name, args in config.train.metrics.items():
         if (label := args.get("label")) is not None and label not in config.data.columns:
-            raise ValueError(
-                f"train.metrics.{name}.label: no column {label!r} is read"
-                f"{suggestion(label, list(config.data.columns))}; add it to data.labels"
+            raise SettingError(
+                f"train.metrics.{name}.label",
+                f"no column {label!r} is read{suggestion(label, list(config.data.columns))}; add it to data.labels",
             )
 
 
@@ -176,20 +176,22 @@ def _check_streams(config: Config) -> None:
     batch, streams, ranks = config.train.global_batch_size, config.loader.num_streams, config.data_size
     if batch % streams:
         near = max(streams, round(batch / streams) * streams)
-        raise ValueError(
-            f"train.global_batch_size: expected a multiple of loader.num_streams={streams}, found {batch}; "
-            f"the nearest is {near}"
+        raise SettingError(
+            "train.global_batch_size",
+            f"expected a multiple of loader.num_streams={streams}, found {batch}; the nearest is {near}",
         )
     if streams < ranks:
-        raise ValueError(
-            f"loader.num_streams: expected at least {_ranks(config)}, found {streams}: each rank reads whole "
-            f"streams; {ranks * -(-16 // ranks)} works, if train.global_batch_size is a multiple of it"
+        raise SettingError(
+            "loader.num_streams",
+            f"expected at least {_ranks(config)}, found {streams}: each rank reads whole "
+            f"streams; {ranks * -(-16 // ranks)} works, if train.global_batch_size is a multiple of it",
         )
     if config.shards.storage == "local" and streams % ranks:
-        raise ValueError(
-            f"loader.num_streams: expected a multiple of {_ranks(config)} with shards.storage='local', found "
+        raise SettingError(
+            "loader.num_streams",
+            f"expected a multiple of {_ranks(config)} with shards.storage='local', found "
             f"{streams}: all ranks have the same number of streams; "
-            f"{-(-streams // ranks) * ranks} works, if train.global_batch_size is a multiple of it"
+            f"{-(-streams // ranks) * ranks} works, if train.global_batch_size is a multiple of it",
         )
 
 
@@ -201,32 +203,36 @@ def _ranks(config: Config) -> str:
 def _check_ranks(config: Config) -> None:
     trainers = config.num_trainers
     if trainers < 1:
-        raise ValueError(
-            f"parallel.num_servers: expected fewer than launch.num_ranks={config.launch.num_ranks}, because at "
-            f"least one rank must train, found {config.parallel.servers}"
+        raise SettingError(
+            "parallel.num_servers",
+            f"expected fewer than launch.num_ranks={config.launch.num_ranks}, because at "
+            f"least one rank must train, found {config.parallel.servers}",
         )
     server_k = getattr(config.parallel, "server_k", 0)
     if server_k > trainers and getattr(config.parallel, "server_mode", "") in ("k_sync", "k_async"):
-        raise ValueError(
-            f"parallel.server_k: expected at most {trainers}, the number of ranks that train, found {server_k}"
+        raise SettingError(
+            "parallel.server_k", f"expected at most {trainers}, the number of ranks that train, found {server_k}"
         )
     if any(rank >= trainers for rank in config.faults.straggler_ranks):
-        raise ValueError(
-            f"faults.straggler_ranks: expected ranks below {trainers}, the number of ranks that train "
-            f"with launch.num_ranks={config.launch.num_ranks}, found {list(config.faults.straggler_ranks)}"
+        raise SettingError(
+            "faults.straggler_ranks",
+            f"expected ranks below {trainers}, the number of ranks that train "
+            f"with launch.num_ranks={config.launch.num_ranks}, found {list(config.faults.straggler_ranks)}",
         )
     if any(rank >= config.launch.num_ranks for rank in config.track.profile_ranks):
-        raise ValueError(
-            f"track.profile_ranks: expected ranks below launch.num_ranks={config.launch.num_ranks}, found "
-            f"{list(config.track.profile_ranks)}"
+        raise SettingError(
+            "track.profile_ranks",
+            f"expected ranks below launch.num_ranks={config.launch.num_ranks}, found "
+            f"{list(config.track.profile_ranks)}",
         )
     batch, streams = config.train.global_batch_size, config.loader.num_streams
     least = batch // streams * (streams // config.data_size)
     _check_micro_batches(config, {least, batch // streams * -(-streams // config.data_size)})
     if config.train.accumulation_steps > least:
-        raise ValueError(
-            f"train.accumulation_steps: expected at most {least}, the smallest number of rows that a rank has "
-            f"in a global batch of {batch} on {config.data_size} ranks, found {config.train.accumulation_steps}"
+        raise SettingError(
+            "train.accumulation_steps",
+            f"expected at most {least}, the smallest number of rows that a rank has "
+            f"in a global batch of {batch} on {config.data_size} ranks, found {config.train.accumulation_steps}",
         )
 
 
@@ -236,8 +242,9 @@ def _check_micro_batches(config: Config, rows: Collection[int]) -> None:
     if getattr(config.parallel, "pipeline", 1) == 1 or not any(number % found for number in rows):
         return
     works = [n for n in range(1, min(rows) + 1) if not any(number % n for number in rows)]
-    raise ValueError(
-        "train.accumulation_steps: expected micro-batches with the same number of rows in a pipeline, found "
+    raise SettingError(
+        "train.accumulation_steps",
+        "expected micro-batches with the same number of rows in a pipeline, found "
         f"{found} for {' or '.join(map(str, sorted(rows)))} rows of a pipeline in a step; expected one of "
-        f"{', '.join(map(str, works))}, or another train.global_batch_size"
+        f"{', '.join(map(str, works))}, or another train.global_batch_size",
     )

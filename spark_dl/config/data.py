@@ -5,7 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from spark_dl.config.checks import check, check_bool, check_choices, check_encoding, full_filters, suggestion
+from spark_dl.config.checks import (
+    SettingError,
+    check,
+    check_bool,
+    check_choices,
+    check_encoding,
+    full_filters,
+    suggestion,
+)
 from spark_dl.config.fields import named_settings
 
 Nulls = Literal["error", "drop", "fill"]
@@ -108,7 +116,7 @@ class Data:
         check(isinstance(self.cast, Mapping), "data.cast", "a mapping of columns to dtypes", self.cast)
         for name, dtype in self.cast.items():
             if name not in self.columns:
-                raise ValueError(f"data.cast.{name}: no such column is read{suggestion(name, list(self.columns))}")
+                raise SettingError(f"data.cast.{name}", f"no such column is read{suggestion(name, list(self.columns))}")
             check(dtype in DTYPES, f"data.cast.{name}", f"one of {list(DTYPES)}", dtype)
 
     def _check_assemble(self) -> None:
@@ -126,9 +134,10 @@ class Data:
             fits = isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
             check(fits, f"data.fill.{name}", "a finite number, true, false or a string", value)
         if self.fill and "fill" not in (self.nulls, self.nonfinite):
-            raise ValueError(
-                f"data.fill: found {dict(self.fill)} while neither data.nulls nor data.nonfinite is fill, so "
-                "nothing would be filled; set one of them to fill, or remove data.fill"
+            raise SettingError(
+                "data.fill",
+                f"found {dict(self.fill)} while neither data.nulls nor data.nonfinite is fill, so "
+                "nothing would be filled; set one of them to fill, or remove data.fill",
             )
 
     @property

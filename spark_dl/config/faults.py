@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from spark_dl.config.checks import check, check_choices, check_number
+from spark_dl.config.checks import SettingError, check, check_choices, check_number
 from spark_dl.config.fields import named_settings
 
 Straggler = Literal["none", "constant", "exponential", "shifted"]
@@ -39,7 +39,8 @@ class Faults:
         check(is_ranks, "faults.straggler_ranks", "a list of ranks", self.straggler_ranks)
         object.__setattr__(self, "straggler_ranks", tuple(ranks))
         if self.straggler_ranks and self.straggler == "none":
-            raise ValueError(
-                f"faults.straggler_ranks: expected an empty list with faults.straggler='none', found "
-                f"{list(self.straggler_ranks)}; set faults.straggler, or remove it"
+            raise SettingError(
+                "faults.straggler_ranks",
+                f"expected an empty list with faults.straggler='none', found "
+                f"{list(self.straggler_ranks)}; set faults.straggler, or remove it",
             )

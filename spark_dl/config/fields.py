@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from spark_dl.config.checks import section_name, suggestion
+from spark_dl.config.checks import SettingError, section_name, suggestion
 
 Section = TypeVar("Section")
 _MAY_CHANGE, _OF_CALLER = "may_change", "of_caller"
@@ -78,7 +78,8 @@ def named_settings(section: type[Section]) -> type[Section]:
         known = [f"{prefix}{f.name}" for f in dataclasses.fields(section)]  # type: ignore[arg-type]
         for key in (f"{prefix}{name}" for name in settings):
             if key not in known:
-                raise ValueError(f"unknown config key {key!r}{suggestion(key, known) if known else '; there are none'}")
+                nearest = suggestion(key, known) if known else "; there are none"
+                raise SettingError(key, f"unknown config key {key!r}{nearest}")
         init(self, *map(as_numbers, args), **{key: as_numbers(value) for key, value in settings.items()})
 
     changed: Any = section

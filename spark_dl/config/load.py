@@ -18,7 +18,7 @@ import docstring_parser
 import yaml
 
 from spark_dl.config import Config, strategies
-from spark_dl.config.checks import check, suggestion
+from spark_dl.config.checks import SettingError, check, suggestion
 from spark_dl.config.fields import fields_of_caller
 from spark_dl.config.kinds import SECTION, describe, fitted, hints_of, options_of
 from spark_dl.config.parallel import Parallel
@@ -71,7 +71,7 @@ def build_config(plain: Mapping[str, Any]) -> Config:
     built: dict[str, Any] = {}
     for name, values in plain.items():
         if name not in known:
-            raise ValueError(f"unknown config key {name!r}{suggestion(str(name), list(known))}")
+            raise SettingError(str(name), f"unknown config key {name!r}{suggestion(str(name), list(known))}")
         if name == "sequences" and values is None:
             continue
         check(isinstance(values, Mapping), name, SECTION, values)
@@ -79,11 +79,11 @@ def build_config(plain: Mapping[str, Any]) -> Config:
         fields = {f.name: f for f in dataclasses.fields(known[name])}
         for key in own:
             if key not in fields:
-                raise ValueError(_unknown_key(f"{name}.{key}", strategy, config_keys(strategy)))
+                raise _unknown_key(f"{name}.{key}", strategy, config_keys(strategy))
         for key, field in fields.items():
             if key not in own and _is_required(field):
                 kind = describe(hints_of(known)[f"{name}.{key}"])
-                raise ValueError(f"{name}.{key}: expected {kind}, found nothing")
+                raise SettingError(f"{name}.{key}", f"expected {kind}, found nothing")
         built[name] = known[name](**own)
     return Config(**built)
 
@@ -153,7 +153,7 @@ def layer_of(override: str) -> Layer:
     """Returns the layer of `train.lr=0.1`. Raises ValueError without a value."""
     key, equals, value = override.partition("=")
     if not equals:
-        raise ValueError(f"{key}: expected a value, as in {key}=..., found nothing")
+        raise SettingError(key, f"expected a value, as in {key}=..., found nothing")
     return {key: Text(value)}
 
 
@@ -195,7 +195,7 @@ def build_layers(layers: Iterable[Layer], more: Mapping[str, Any] | None = None)
 def _apply(found: dict[str, Any], key: str, value: Any, hints: Mapping[str, Any], strategy: str) -> None:
     section, _, name = key.partition(".")
     if key not in hints:
-        raise ValueError(_unknown_key(key, strategy, [k for k, hint in hints.items() if "." in k or not _is(hint)]))
+        raise _unknown_key(key, strategy, [k for k, hint in hints.items() if "." in k or not _is(hint)])
     if name:
         if found.get(section) is None:
             found[section] = {}
@@ -232,7 +232,7 @@ def _value_of(key: str, value: Any, hint: Any) -> Any:
     try:
         return fitted(hint, value)
     except ValueError:
-        raise ValueError(f"{key}: expected {describe(hint)}, found {value!r}") from None
+        raise SettingError(key, f"expected {describe(hint)}, found {value!r}") from None
 
 
 def read_text(text: str) -> Any:
@@ -287,17 +287,17 @@ def check_keys_once(path: str | Path, text: str) -> None:
         walk(root, "")
 
 
-def _unknown_key(key: str, strategy: str, known: Sequence[str]) -> str:
+def _unknown_key(key: str, strategy: str, known: Sequence[str]) -> SettingError:
     section, _, name = key.partition(".")
     if section == "parallel" and (having := _strategies_with(name)):
-        return (
-            f"{key}: not a setting of parallel.strategy={strategy!r}, but of {' and '.join(having)}; remove it, or "
-            "choose another strategy"
-        )
+        return SettingError(
+            key, f"not a setting of parallel.strategy={strategy!r}, but of {' and '.join(having)}; remove it, or "
+            "choose another strategy",
+        )  # fmt: skip
     nearest = suggestion(key, known)
     if key.count(".") == 0 and "mean" not in nearest:
         nearest = suggestion(key, sorted({k.split(".")[0] for k in known}))
-    return f"unknown config key {key!r}{nearest}"
+    return SettingError(key, f"unknown config key {key!r}{nearest}")
 
 
 def _strategies_with(name: str) -> list[str]:

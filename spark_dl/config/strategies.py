@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from spark_dl.config.checks import suggestion
+from spark_dl.config.checks import SettingError, suggestion
 from spark_dl.config.parallel import Parallel
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def find(name: str) -> Strategy:
     for point in importlib.metadata.entry_points(group=GROUP):
         if point.name == name:
             return _load(point)
-    raise ValueError(f"parallel.strategy: no strategy {name!r}{suggestion(str(name), names())}")
+    raise SettingError("parallel.strategy", f"no strategy {name!r}{suggestion(str(name), names())}")
 
 
 def settings_of(name: str) -> type[Parallel]:
@@ -90,10 +90,11 @@ def _load(point: importlib.metadata.EntryPoint) -> Strategy:
     try:
         found = point.load()
     except Exception as error:
-        raise ValueError(f"parallel.strategy: cannot load {point.name!r} from {point.value}: {error}") from error
+        raise SettingError("parallel.strategy", f"cannot load {point.name!r} from {point.value}: {error}") from error
     if not isinstance(found, Strategy) or found.settings.strategy != point.name:
-        raise ValueError(
-            f"parallel.strategy: expected a spark_dl.Strategy with settings named {point.name!r} at the entry point "
-            f"{point.value}, found {found!r:.200}"
+        raise SettingError(
+            "parallel.strategy",
+            f"expected a spark_dl.Strategy with settings named {point.name!r} at the entry point "
+            f"{point.value}, found {found!r:.200}",
         )
     return found

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from spark_dl.config.checks import check, check_bool
+from spark_dl.config.checks import SettingError, check, check_bool
 from spark_dl.config.fields import named_settings
 
 _OF_MLFLOW = ("mlflow_registered_model_name", "mlflow_log_model", "mlflow_log_checkpoint")
@@ -46,14 +46,15 @@ class Track:
     def _check_mlflow(self) -> None:
         for name in _OF_MLFLOW:
             if getattr(self, name) and not self.mlflow:
-                raise ValueError(
-                    f"track.{name}: found {getattr(self, name)!r}, which needs track.mlflow; set track.mlflow to true, "
-                    "or remove it"
+                raise SettingError(
+                    f"track.{name}",
+                    f"found {getattr(self, name)!r}, which needs track.mlflow; set track.mlflow to true, or remove it",
                 )
         if self.mlflow_registered_model_name and not self.mlflow_log_model:
-            raise ValueError(
-                "track.mlflow_registered_model_name: expected an empty string without track.mlflow_log_model, found "
-                f"{self.mlflow_registered_model_name!r}; set track.mlflow_log_model to true, or remove it"
+            raise SettingError(
+                "track.mlflow_registered_model_name",
+                "expected an empty string without track.mlflow_log_model, found "
+                f"{self.mlflow_registered_model_name!r}; set track.mlflow_log_model to true, or remove it",
             )
 
     def _check_profile(self) -> None:
@@ -71,9 +72,10 @@ class Track:
         )
         object.__setattr__(self, "profile_ranks", ranks)
         if self.profile_ranks and self.profile_steps is None:
-            raise ValueError(
-                f"track.profile_ranks: expected an empty list without track.profile_steps, found "
-                f"{list(self.profile_ranks)}; set track.profile_steps, or remove it"
+            raise SettingError(
+                "track.profile_ranks",
+                f"expected an empty list without track.profile_steps, found "
+                f"{list(self.profile_ranks)}; set track.profile_steps, or remove it",
             )
 
 

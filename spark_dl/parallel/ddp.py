@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from spark_dl.config.checks import check, check_bool, check_choices, check_number
+from spark_dl.config.checks import SettingError, check, check_bool, check_choices, check_number
 from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
 from spark_dl.config.strategies import Strategy
@@ -84,9 +84,10 @@ class DDP(Parallel):
         if self.bucket_mib != "auto":
             check_number(self, "bucket_mib", 0, above=True)
         elif self.compression != "none":
-            raise ValueError(
-                f"parallel.bucket_mib: expected a size in MiB with parallel.compression={self.compression!r}, found "
-                "'auto', which measures all-reduces of whole gradients; set a size, or parallel.compression to none"
+            raise SettingError(
+                "parallel.bucket_mib",
+                f"expected a size in MiB with parallel.compression={self.compression!r}, found "
+                "'auto', which measures all-reduces of whole gradients; set a size, or parallel.compression to none",
             )
         check_bool(self, "find_unused_parameters", "static_graph", "sync_batchnorm")
         check_choices(self)
@@ -100,20 +101,23 @@ class DDP(Parallel):
     def _check_compression(self) -> None:
         for name, choices in _OF_COMPRESSION.items():
             if self.compression not in choices and getattr(self, name) != getattr(type(self), name):
-                raise ValueError(
-                    f"parallel.{name}: only supported with parallel.compression={' or '.join(choices)}, found "
-                    f"{self.compression!r}; remove it, or choose one of these"
+                raise SettingError(
+                    f"parallel.{name}",
+                    f"only supported with parallel.compression={' or '.join(choices)}, found "
+                    f"{self.compression!r}; remove it, or choose one of these",
                 )
         if self.compression != "none" and self.all_reduce != "backend":
-            raise ValueError(
-                f"parallel.all_reduce: expected 'backend' with parallel.compression={self.compression!r}, which does "
-                f"not send whole gradients, found {self.all_reduce!r}"
+            raise SettingError(
+                "parallel.all_reduce",
+                f"expected 'backend' with parallel.compression={self.compression!r}, which does "
+                f"not send whole gradients, found {self.all_reduce!r}",
             )
         if self.compression in _ERROR_FEEDBACK and self.find_unused_parameters:
-            raise ValueError(
-                f"parallel.find_unused_parameters: not supported with parallel.compression={self.compression!r}: what "
+            raise SettingError(
+                "parallel.find_unused_parameters",
+                f"not supported with parallel.compression={self.compression!r}: what "
                 "it sends for a parameter that no rank used in that step would be lost; set it to false, or use fp16 "
-                "or bf16"
+                "or bf16",
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from spark_dl.config.checks import check_bool, check_choices, check_number
+from spark_dl.config.checks import SettingError, check_bool, check_choices, check_number
 from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
 
@@ -43,15 +43,17 @@ class ParameterServer(Parallel):
             check_number(self, "max_staleness", 0, whole=True)
         check_bool(self, "staleness_lr")
         if self.server_k and self.server_mode in ("sync", "async"):
-            raise ValueError(
-                f"parallel.server_k: only supported in the modes whose names contain k_, found {self.server_k} with "
-                f"parallel.server_mode={self.server_mode!r}; remove it, or choose another mode"
+            raise SettingError(
+                "parallel.server_k",
+                f"only supported in the modes whose names contain k_, found {self.server_k} with "
+                f"parallel.server_mode={self.server_mode!r}; remove it, or choose another mode",
             )
         for name, given in (("max_staleness", self.max_staleness is not None), ("staleness_lr", self.staleness_lr)):
             if given and self.server_mode in ("sync", "k_sync", "k_batch_sync"):
-                raise ValueError(
-                    f"parallel.{name}: only supported in the asynchronous modes; with parallel.server_mode="
-                    f"{self.server_mode!r} no gradient is stale; remove it, or choose another mode"
+                raise SettingError(
+                    f"parallel.{name}",
+                    f"only supported in the asynchronous modes; with parallel.server_mode="
+                    f"{self.server_mode!r} no gradient is stale; remove it, or choose another mode",
                 )
 
     @property

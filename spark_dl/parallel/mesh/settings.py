@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch.torch_version import TorchVersion
 
-from spark_dl.config.checks import check_bool, check_choices, check_number
+from spark_dl.config.checks import SettingError, check_bool, check_choices, check_number
 from spark_dl.config.conflicts import ELEMENTWISE, Conflict
 from spark_dl.config.fields import may_change, named_settings
 from spark_dl.config.parallel import Parallel
@@ -95,9 +95,10 @@ EXCLUDES = (
 def check_version(found: str) -> None:
     """Raises ValueError for a version of torch that is older than those on which the mesh was tested."""
     if TorchVersion(found) < OLDEST_TORCH:
-        raise ValueError(
-            f"parallel.strategy: 'mesh' needs torch {OLDEST_TORCH} or newer, on which it was tested, found {found}; "
-            "install it on the driver and on executors, or use 'ddp'"
+        raise SettingError(
+            "parallel.strategy",
+            f"'mesh' needs torch {OLDEST_TORCH} or newer, on which it was tested, found {found}; "
+            "install it on the driver and on executors, or use 'ddp'",
         )
 
 
@@ -164,50 +165,55 @@ class Mesh(Parallel):
         check_bool(self, "sequence", "vertical_sync", "find_unused_parameters")
         self._check_pipeline()
         if self.replicas > 1 and not self.zero_stage:
-            raise ValueError(
-                f"parallel.replicas: only supported with parallel.zero_stage above 0, found {self.replicas}; without "
-                "shards every data rank has a copy"
+            raise SettingError(
+                "parallel.replicas",
+                f"only supported with parallel.zero_stage above 0, found {self.replicas}; without "
+                "shards every data rank has a copy",
             )
 
     def _check_pipeline(self) -> None:
         if self.stages_per_rank > 1 and self.schedule not in SEVERAL_STAGES:
-            raise ValueError(
-                f"parallel.stages_per_rank: expected 1 with parallel.schedule={self.schedule!r}, found "
-                f"{self.stages_per_rank}; only {', '.join(SEVERAL_STAGES)} have several stages on a rank"
+            raise SettingError(
+                "parallel.stages_per_rank",
+                f"expected 1 with parallel.schedule={self.schedule!r}, found "
+                f"{self.stages_per_rank}; only {', '.join(SEVERAL_STAGES)} have several stages on a rank",
             )
         if self.schedule == "zbv" and self.stages_per_rank != 2:
-            raise ValueError(
-                f"parallel.stages_per_rank: expected 2 with parallel.schedule='zbv', found {self.stages_per_rank}"
+            raise SettingError(
+                "parallel.stages_per_rank", f"expected 2 with parallel.schedule='zbv', found {self.stages_per_rank}"
             )
         if self.vertical_sync and self.schedule != "pipedream":
-            raise ValueError(
-                f"parallel.vertical_sync: only supported with parallel.schedule='pipedream', found {self.schedule!r}"
+            raise SettingError(
+                "parallel.vertical_sync", f"only supported with parallel.schedule='pipedream', found {self.schedule!r}"
             )
         if self.sequence and self.tensor == 1:
-            raise ValueError("parallel.sequence: only supported with parallel.tensor above 1, found 1")
+            raise SettingError("parallel.sequence", "only supported with parallel.tensor above 1, found 1")
         if self.stages is not None:
             self._check_stages()
         if self.pipeline == 1:
             return
         if self.zero_stage == 2 or (self.zero_stage and self.schedule == "pipedream"):
-            raise ValueError(
-                f"parallel.zero_stage: not supported with parallel.pipeline={self.pipeline} and parallel.schedule="
+            raise SettingError(
+                "parallel.zero_stage",
+                f"not supported with parallel.pipeline={self.pipeline} and parallel.schedule="
                 f"{self.schedule!r}, found {self.zero_stage}: micro-batches in flight need whole gradients; use "
-                f"{'0' if self.schedule == 'pipedream' else '0, 1 or 3'}"
+                f"{'0' if self.schedule == 'pipedream' else '0, 1 or 3'}",
             )
         if self.zero_stage == 3 and self.schedule in SPLIT:
-            raise ValueError(
-                f"parallel.zero_stage: expected 0 or 1 with parallel.schedule={self.schedule!r}, which computes the "
-                "gradients of weights apart, found 3; use 1f1b or gpipe"
+            raise SettingError(
+                "parallel.zero_stage",
+                f"expected 0 or 1 with parallel.schedule={self.schedule!r}, which computes the "
+                "gradients of weights apart, found 3; use 1f1b or gpipe",
             )
 
     def _check_stages(self) -> None:
         stages, expected = self.stages, self.pipeline * self.stages_per_rank
         is_list = isinstance(stages, list | tuple) and all(type(size) is int and size > 0 for size in stages)
         if not is_list or len(stages or ()) != expected:
-            raise ValueError(
-                f"parallel.stages: expected {expected} integers > 0, one for each stage of parallel.pipeline="
-                f"{self.pipeline} ranks, found {stages!r}"
+            raise SettingError(
+                "parallel.stages",
+                f"expected {expected} integers > 0, one for each stage of parallel.pipeline="
+                f"{self.pipeline} ranks, found {stages!r}",
             )
         object.__setattr__(self, "stages", tuple(stages or ()))  # YAML has lists
 

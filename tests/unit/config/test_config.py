@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import pickle
 import re
 
 import pytest
@@ -26,7 +27,7 @@ from spark_dl import (
     TreeReduce,
 )
 from spark_dl.config import strategies
-from spark_dl.config.checks import section_name, suggestion
+from spark_dl.config.checks import SettingError, section_name, suggestion
 from spark_dl.config.load import config_keys, sections
 from spark_dl.config.strategies import names
 
@@ -265,8 +266,17 @@ def invalid_cases():
 
 @pytest.mark.parametrize(("section", "key", "values"), invalid_cases())
 def test_B25_an_invalid_value_is_an_error_that_names_the_key(section, key, values):
-    with pytest.raises(ValueError, match=rf"^{key}: "):
+    with pytest.raises(SettingError) as error:
         section(**values)
+    assert error.value.key == key
+    assert str(error.value).startswith(f"{key}: ")
+
+
+def test_an_error_of_a_setting_is_a_valueerror_that_travels():
+    with pytest.raises(ValueError, match="^train.epochs: expected an integer >= 1, found 0$") as error:
+        Train(epochs=0)
+    again = pickle.loads(pickle.dumps(error.value))
+    assert (type(again), again.key, str(again)) == (SettingError, "train.epochs", str(error.value))
 
 
 @pytest.mark.parametrize("strategy", names())

@@ -231,7 +231,7 @@ def _value_of(key: str, value: Any, hint: Any) -> Any:
         return value
     try:
         return fitted(hint, value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise SettingError(key, f"expected {describe(hint)}, found {value!r}") from None
 
 

@@ -131,6 +131,7 @@ def test_B25_a_value_that_does_not_fit_names_its_key(override):
     ("launch.num_ranks=null", "launch.num_ranks: expected a whole number, found None"),
     ("launch.restart_wait_s=nan", "launch.restart_wait_s: expected a number, found 'nan'"),
     ("loader.shuffle=3", "loader.shuffle: expected true or false, found 3"),
+    (f"train.lr={10**400}", f"train.lr: expected a number, found {10**400}"),
     ("launch.max_restarts=always", "launch.max_restarts: expected a whole number or 'auto', found 'always'"),
     ("train.max_steps=[1]", "train.max_steps: expected a whole number or null, found [1]"),
     ("checkpoint.on_error=ignore", "checkpoint.on_error: expected 'raise' or 'warn', found 'ignore'"),

@@ -30,7 +30,7 @@ from tests.spark.test_jobs import PLAIN, run_job
 def test_a_healthy_session_has_no_errors(spark, mode, tmp_path):
     start = time.monotonic()
     found = spark_dl.diagnose(small_config(3), run_dir=tmp_path / "run", spark=spark)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 100, "it waited for something that is not there, as Spark does for 120 s"
     assert found.is_healthy, found.text
     checks = [finding.check for finding in found.findings]
     assert {"slots", "versions", "connections", "clocks", "devices", "disk", "run_dir"} <= {*checks}

@@ -160,7 +160,7 @@ def test_trials_that_all_fail_are_one_error_without_any_rank(spark, points, tmp_
     started = []
     settings = {"parallel.strategy": "tree_reduce"}
     with pytest.raises(
-        RuntimeError, match=r"all 2 trials failed; trial 0: SettingError: parallel.strategy: expected a str"
+        RuntimeError, match=r"all 2 trials failed; trial 0: ValueError: parallel.strategy: expected a str"
     ):
         spark_dl.tune(
             points, MLP, lambda trial: settings, CONFIG, num_trials=2, run_dir=tmp_path, progress=False,

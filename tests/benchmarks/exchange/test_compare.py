@@ -92,10 +92,10 @@ def test_compression_has_no_limit():
 
 
 def test_a_method_that_fails_is_left_out_of_the_breakdown_alone(monkeypatch):
-    def run(spark, fn, *arguments, launch):
-        if fn is overlap._choose_on_rank:
+    def run(spark, call, *, launch):
+        if call.func is overlap._choose_on_rank:
             return [4.0]
-        (settings,) = arguments
+        (settings,) = call.args
         assert settings["profile"] == "bert_base"
         if settings["parallel"].get("compression") == "powersgd":
             raise RuntimeError("no memory\nTraceback ...")

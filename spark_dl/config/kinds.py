@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import types
 import typing
@@ -33,37 +34,47 @@ def fitted(hint: Any, value: Any) -> Any:
     Raises ValueError if the type does not take it.
     """
     if len(options := options_of(hint)) > 1:
-        for option in sorted(options, key=lambda option: option is float):  # a whole number stays one if it may
-            try:
+        # float is tried last, so that a whole number stays one where the type takes both.
+        for option in sorted(options, key=lambda option: option is float):
+            with contextlib.suppress(ValueError):
                 return fitted(option, value)
-            except ValueError:
-                continue
         raise ValueError
-    origin, args = get_origin(hint) or hint, get_args(hint)
     if hint is Any:
         return value
+    origin, args = get_origin(hint) or hint, get_args(hint)
     if origin is Literal:
-        fits = any(type(value) is type(choice) and value == choice for choice in args)
-    elif origin is float and type(value) is int:
+        return _checked(value, any(type(value) is type(choice) and value == choice for choice in args))
+    if origin is float and type(value) is int:
         return float(value)
-    elif isinstance(origin, type) and issubclass(origin, Mapping):
-        fits = isinstance(value, Mapping) and (not args or all(type(key) is args[0] for key in value))
-        if fits and args:
-            return {key: fitted(args[1], part) for key, part in value.items()}
-    elif isinstance(origin, type) and issubclass(origin, Sequence) and origin is not str:
-        fits = isinstance(value, (list, tuple))
-        if fits and args:
-            parts = args if origin is tuple and ... not in args else [args[0]] * len(value)
-            if len(parts) != len(value):
-                raise ValueError
-            value = [fitted(part, each) for part, each in zip(parts, value, strict=True)]
-        if fits:
-            return tuple(value) if origin is tuple else list(value)
-    else:
-        fits = type(value) is origin
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return _fitted_mapping(args, value)
+    if isinstance(origin, type) and issubclass(origin, Sequence) and origin is not str:
+        return _fitted_list(origin, args, value)
+    return _checked(value, type(value) is origin)
+
+
+def _checked(value: Any, fits: bool) -> Any:
     if not fits:
         raise ValueError
     return value
+
+
+def _fitted_mapping(args: tuple[Any, ...], value: Any) -> Any:
+    """args: the types of keys and values, or none."""
+    _checked(value, isinstance(value, Mapping))
+    if not args:
+        return value
+    return {_checked(key, type(key) is args[0]): fitted(args[1], part) for key, part in value.items()}
+
+
+def _fitted_list(origin: type, args: tuple[Any, ...], value: Any) -> Any:
+    """args: the type of each item, one type for all of them, or none."""
+    _checked(value, isinstance(value, (list, tuple)))
+    if args:
+        kinds = args if origin is tuple and ... not in args else [args[0]] * len(value)
+        _checked(value, len(kinds) == len(value))
+        value = [fitted(kind, part) for kind, part in zip(kinds, value, strict=True)]
+    return tuple(value) if origin is tuple else list(value)
 
 
 def describe(hint: Any) -> str:

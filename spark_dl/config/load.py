@@ -49,8 +49,7 @@ def sections(strategy: str = strategies.DEFAULT) -> dict[str, type]:
     """Returns the dataclass of each section by its name in `Config`. Raises ValueError for an unknown strategy."""
     found: dict[str, type] = {}
     for name, hint in typing.get_type_hints(Config).items():
-        options = [t for t in typing.get_args(hint) if t is not types.NoneType]
-        found[name] = options[0] if options else hint
+        (found[name],) = (option for option in options_of(hint) if option is not types.NoneType)
     return {**found, "parallel": strategies.find(strategy).settings}
 
 
@@ -165,11 +164,15 @@ def read_file(path: str | Path) -> Layer:
         raise ValueError(f"config: cannot read {path}: {error}") from error
     try:
         check_keys_once(path, text)
-        found = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+        found = _read_yaml(text)
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"config: {path} is not YAML: {error}") from error
     check(found is None or isinstance(found, dict), "config", f"sections with settings in {path}", found)
     return found or {}
+
+
+def _read_yaml(text: str) -> Any:
+    return yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
 
 
 def build_layers(layers: Iterable[Layer], more: Mapping[str, Any] | None = None) -> tuple[Config, dict[str, Any]]:
@@ -238,7 +241,7 @@ def _value_of(key: str, value: Any, hint: Any) -> Any:
 def read_text(text: str) -> Any:
     """Returns the value of a text as YAML reads it, or the text itself if it is no YAML."""
     try:
-        return yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+        return _read_yaml(text)
     except (ValueError, yaml.YAMLError, RecursionError):
         return str(text)
 

@@ -10,10 +10,10 @@ import pyarrow as pa
 
 from spark_dl.data.columns import images
 from spark_dl.data.columns.cells import read_cells
-from spark_dl.data.columns.elements import Lookup
 from spark_dl.data.columns.ragged import Array, Ragged
 from spark_dl.data.columns.schema import MAX_GROUP_BYTES, Column, npy_header
 from spark_dl.data.columns.source import BadCellsError, SourceColumn
+from spark_dl.data.columns.types import Lookup
 
 
 def arrow_type(column: Column) -> pa.DataType:

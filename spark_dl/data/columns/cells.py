@@ -7,7 +7,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from spark_dl.data.columns.elements import (
-    Lookup,
     check_inner_nulls,
     decoded,
     elements,
@@ -21,7 +20,8 @@ from spark_dl.data.columns.elements import (
     shape_source,
 )
 from spark_dl.data.columns.ragged import Array, Ragged, from_lengths
-from spark_dl.data.columns.source import NO_NULLS, BadCellsError, Shape, SourceColumn, fill_scalar
+from spark_dl.data.columns.source import NO_NULLS, BadCellsError, Shape, SourceColumn
+from spark_dl.data.columns.types import Lookup, fill_scalar
 from spark_dl.data.columns.vectors import vectors
 
 

@@ -1,24 +1,18 @@
-"""The values of Arrow columns as NumPy numbers: booleans, integers, floats, times, decimals and looked-up strings.
-
-A nested column is taken level by level: its lists, their elements, and the row of each. Strings are positions in a
-vocabulary, or hash buckets, looked up once for each distinct string.
-"""
+"""The elements of nested Arrow columns: their lists level by level, the row of each element, and its number."""
 
 from __future__ import annotations
-
-import zlib
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from spark_dl.data.columns import types
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.ragged import Array
-from spark_dl.data.columns.source import NO_NULLS, BadCellsError, Shape, SourceColumn, fill_scalar
+from spark_dl.data.columns.source import NO_NULLS, BadCellsError, Shape, SourceColumn
+from spark_dl.data.columns.types import Lookup, string_indices
 
-_NS = {"D": 86_400_000_000_000, "s": 1_000_000_000, "ms": 1_000_000, "us": 1000, "ns": 1}
-_LARGEST = np.iinfo(np.int64).max
 _A_CELL = {"array": "an array", "vector": "a vector"}
 
 
@@ -78,43 +72,7 @@ def nonfinite_rows(array: pa.Array) -> npt.NDArray[np.bool_] | None:
 
 
 def _is_list(arrow: pa.DataType) -> bool:
-    types = pa.types
-    return bool(types.is_list(arrow) or types.is_large_list(arrow) or types.is_fixed_size_list(arrow))
-
-
-class Lookup:
-    """Looks up the strings of one column as integers, those of the previous batch once only. Not thread-safe."""
-
-    def __init__(self, encoding: Encoding):
-        self._encoding = encoding
-        self._strings: pa.Array | None = None
-        self._index: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-
-    def __call__(self, strings: pa.Array) -> npt.NDArray[np.int64]:
-        """Vocabulary index of each string (unknown: -1, or 0 with known strings shifted by one), or its hash bucket.
-
-        If the strings begin with those of the previous call, only the others are looked up.
-        # distinct strings -> (len(strings),)
-        """
-        known = len(self._index)
-        if self._strings is None or not self._strings.equals(strings[:known]):
-            known = 0
-        if known and known == len(strings):
-            return self._index
-        self._index = np.concatenate([self._index[:known], self._look_up(strings[known:])])
-        self._strings = strings
-        return self._index
-
-    def _look_up(self, strings: pa.Array) -> npt.NDArray[np.int64]:
-        encoding = self._encoding
-        if encoding.kind == "hash":
-            assert encoding.buckets is not None
-            words = strings.cast(pa.large_binary()).to_pylist()  # Spark's strings can be other bytes than UTF-8
-            return np.array([zlib.crc32(word) % encoding.buckets for word in words], dtype=np.int64)
-        assert encoding.vocabulary is not None
-        known = pa.array(encoding.vocabulary, strings.type)
-        index = pc.index_in(strings, value_set=known).fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
-        return index + (encoding.unknown == "zero")  # type: ignore[no-any-return]
+    return bool(pa.types.is_list(arrow) or pa.types.is_large_list(arrow) or pa.types.is_fixed_size_list(arrow))
 
 
 def keeps_dictionary(encoding: Encoding, arrow: pa.DataType) -> bool:
@@ -128,27 +86,6 @@ def is_looked_up(column: SourceColumn, array: pa.Array) -> bool:
     return is_dictionary and keeps_dictionary(column.encoding, array.type)
 
 
-def string_indices(column: SourceColumn, strings: pa.Array, lookup: Lookup) -> Array:
-    """Vocabulary index or hash bucket of each string; each distinct string is looked up once.
-
-    # strings: without nulls, or dictionary-encoded; the dictionary may hold strings that no row has
-    Raises BadCellsError for an unknown string if the encoding does not map unknown strings to 0.
-    """
-    unique = strings if pa.types.is_dictionary(strings.type) else strings.dictionary_encode()
-    rows = unique.indices.to_numpy(zero_copy_only=False)
-    distinct: pa.Array = unique.dictionary
-    indices: Array = lookup(distinct)[rows]
-    if column.encoding.kind == "vocabulary" and (is_bad := indices < 0).any():
-        row = int(np.argmax(is_bad))
-        expected = (
-            f"one of {len(column.encoding.vocabulary or ())} known strings; data.encode.{column.name}.unknown: zero "
-            "maps all others to 0"
-        )
-        word = distinct.cast(pa.large_binary())[int(rows[row])].as_py().decode(errors="backslashreplace")
-        raise BadCellsError(column.name, row, f"{word!r:.80}", expected)
-    return indices
-
-
 def numbers(column: SourceColumn, values: pa.Array, lookup: Lookup | None = None) -> Array:
     """The values as numbers of the column's dtype. # (len(values),)
 
@@ -156,34 +93,12 @@ def numbers(column: SourceColumn, values: pa.Array, lookup: Lookup | None = None
     """
     if is_looked_up(column, values) and not values.null_count:
         return string_indices(column, values, lookup or Lookup(column.encoding))
-    values = _typed(column, decoded(values))
+    values = types.typed(column, decoded(values))
     if values.null_count and column.fill is not None:
-        values = values.fill_null(fill_scalar(column, column.fill, values.type))
+        values = values.fill_null(types.fill_scalar(column, column.fill, values.type))
     if values.null_count:
         raise BadCellsError(column.name, first_true(values.is_null()), f"{values.null_count} null(s)", NO_NULLS)
-    types = pa.types
-    if types.is_temporal(values.type):
-        return _ticks(column, values)
-    if types.is_decimal(values.type):
-        return _decimals(column, values)
-    if types.is_string(values.type) or types.is_large_string(values.type):
-        return string_indices(column, values, lookup or Lookup(column.encoding))
-    return np.asarray(values.to_numpy(zero_copy_only=False), dtype=column.dtype)
-
-
-def _typed(column: SourceColumn, values: pa.Array) -> pa.Array:
-    """Returns values of a type that all files have: nulls whose writer knew no type, strings that are views."""
-    if str(values.type) == "string_view":
-        return values.cast(pa.string())
-    if not pa.types.is_null(values.type):
-        return values
-    encoding = column.encoding
-    if encoding.is_lookup:
-        return values.cast(pa.string())
-    if encoding.kind in ("timestamp", "duration"):
-        kind = pa.timestamp if encoding.kind == "timestamp" else pa.duration
-        return values.cast(pa.date32() if encoding.unit == "D" else kind(encoding.unit))
-    return values.cast(pa.bool_() if column.dtype == "bool" else pa.from_numpy_dtype(np.dtype(column.dtype)))
+    return types.numbers(column, values, lookup)
 
 
 def elements(column: SourceColumn, found: list[pa.Array], lookup: Lookup | None = None) -> Array:
@@ -202,51 +117,6 @@ def check_inner_nulls(column: SourceColumn, found: list[pa.Array]) -> None:
         if values.null_count:
             row = int(rows_of_level(found, level)[first_true(values.is_null())])
             raise BadCellsError(column.name, row, f"a null inside {_A_CELL[column.kind]}", NO_NULLS)
-
-
-def _ticks(column: SourceColumn, values: pa.Array) -> Array:
-    """Dates, timestamps and durations as integer ticks of the column's unit; a coarser unit rounds down."""
-    types = pa.types
-    stored = "D" if types.is_date32(values.type) else "ms" if types.is_date64(values.type) else values.type.unit
-    plain = values.cast(pa.int32()) if types.is_date32(values.type) else values.cast(pa.int64())
-    ticks = np.asarray(plain.to_numpy(zero_copy_only=False), dtype=np.int64)
-    assert column.encoding.unit is not None
-    here, there = _NS[stored], _NS[column.encoding.unit]
-    if here < there:
-        ticks = np.floor_divide(ticks, there // here)
-    elif here > there:
-        _check_range(column, (ticks > _LARGEST // (here // there)) | (ticks < -(_LARGEST // (here // there))), values)
-        ticks = ticks * (here // there)
-    bounds = np.iinfo(column.dtype)
-    _check_range(column, (ticks < bounds.min) | (ticks > bounds.max), values)
-    return ticks.astype(column.dtype, copy=False)
-
-
-def _check_range(column: SourceColumn, is_bad: Array, values: pa.Array) -> None:
-    if is_bad.any():
-        row = int(np.argmax(is_bad))
-        found = f"{values[row].cast(pa.string()).as_py()}, outside {column.dtype} in {column.encoding.unit}"
-        raise BadCellsError(column.name, row, found, f"a coarser data.encode.{column.name}.unit")
-
-
-def _decimals(column: SourceColumn, values: pa.Array) -> Array:
-    """Unscaled values as int64, or the nearest float64. Raises BadCellsError if 64 bits are not enough."""
-    if column.encoding.kind == "float":
-        # Through strings: Arrow's cast multiplies by a power of ten, rounds twice and can be off by one bit.
-        return np.asarray(values.cast(pa.string()).cast(pa.float64()).to_numpy(zero_copy_only=False))
-    if len(values) == 0:
-        return np.empty(0, dtype=np.int64)
-    wide = values.cast(pa.decimal256(76, column.encoding.scale or 0))
-    # 256 bits, little-endian: the lowest 64 hold the value if all higher bits repeat its sign
-    words = np.frombuffer(wide.buffers()[1], dtype="<i8").reshape(-1, 4)[wide.offset : wide.offset + len(wide)]
-    overflows = (words[:, 1:] != (words[:, :1] >> 63)).any(axis=1)
-    if overflows.any():
-        row = int(np.argmax(overflows))
-        expected = (
-            f"unscaled values within 64 bits; set data.encode.{column.name}: {{as: float}}, or CAST to DECIMAL(18, s)"
-        )
-        raise BadCellsError(column.name, row, str(values[row].as_py()), expected)
-    return words[:, 0].astype(np.int64)
 
 
 def decoded(array: pa.Array) -> pa.Array:

@@ -7,21 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from spark_dl.config.checks import IMAGE_CHOICES
+from spark_dl.config.checks import ENCODINGS, IMAGE_CHOICES
 
 Settings = Mapping[str, Mapping[str, Any]]
 """`data.encode`: settings by column."""
 MAX_VOCABULARY = 100_000
 """Largest vocabulary without `max_size`."""
-CHOICES = {
-    "number": ("number",),
-    "time": ("timestamp",),
-    "duration": ("duration",),
-    "decimal": ("float", "decimal"),
-    "string": ("vocabulary", "hash", "bytes"),
-    "binary": ("bytes", "image"),
-}
-"""Values of `as` for each family of types. The first is the default; strings have no default."""
 _SOURCE_TYPES = r"date|timestamp|timestamp_ntz|decimal\([0-9]{1,2},[0-9]{1,2}\)"
 
 
@@ -89,7 +80,7 @@ class Encoding:
         Raises ValueError for invalid values, TypeError for unknown keys.
         """
         is_value: dict[str, Callable[[Any], bool]] = {
-            "kind": lambda v: v in [choice for choices in CHOICES.values() for choice in choices],
+            "kind": lambda v: v in [*ENCODINGS],
             "unit": lambda v: v in (None, "D", "s", "ms", "us", "ns"),
             "scale": lambda v: v is None or (type(v) is int and abs(v) < 2**31),
             "buckets": lambda v: v is None or (type(v) is int and 0 < v < 2**63),

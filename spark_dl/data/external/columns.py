@@ -19,7 +19,8 @@ from spark_dl.data.columns import schema
 from spark_dl.data.columns.cells import read_cells
 from spark_dl.data.columns.elements import leaf_type, null_rows
 from spark_dl.data.columns.schema import Column, unit_of
-from spark_dl.data.columns.source import HAS_DOT, NO_NULLS, SourceColumn, arrow_source_column, check_fill
+from spark_dl.data.columns.source import HAS_DOT, NO_NULLS, SourceColumn
+from spark_dl.data.columns.types import arrow_source_column, check_fill
 from spark_dl.data.external.files import File, check_in_all, elements_of, names_below, type_at, without_values
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet.file import table_column

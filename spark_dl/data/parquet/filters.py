@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime, timezone
 from decimal import Decimal
 from typing import Any
 
@@ -20,6 +19,7 @@ import pyarrow.compute as pc
 from spark_dl.config.checks import suggestion
 from spark_dl.data.columns.elements import nonfinite_rows, null_rows
 from spark_dl.data.columns.encoding import Encoding
+from spark_dl.data.columns.types import compare_time, compared, to_decimal
 from spark_dl.data.parquet.file import chunks_of, is_string_or_binary
 
 Mask = npt.NDArray[np.bool_]
@@ -242,49 +242,9 @@ def _stored_value(value: Any, arrow: pa.DataType, encoding: Encoding) -> pa.Arra
         return pa.array([encoding.vocabulary.index(value) + (encoding.unknown == "zero")], arrow)
     if encoding.kind == "timestamp" and isinstance(value, str):
         ticks = pa.date32() if encoding.unit == "D" else pa.timestamp(encoding.unit, "UTC")
-        return _value(value, ticks).cast(pa.int32() if encoding.unit == "D" else pa.int64()).cast(arrow)
+        return compare_time(value, ticks).cast(pa.int32() if encoding.unit == "D" else pa.int64()).cast(arrow)
     if encoding.kind == "decimal":
-        return _value(Decimal(_number_string(value)).scaleb(encoding.scale or 0), pa.decimal128(38, 0)).cast(arrow)
+        return compared(to_decimal(value).scaleb(encoding.scale or 0), pa.decimal128(38, 0)).cast(arrow)
     if encoding.kind == "float" and isinstance(value, str):  # of a decimal
-        return _value(float(Decimal(value)), arrow)
-    return _value(value, arrow)
-
-
-def _value(value: Any, arrow: pa.DataType) -> pa.Array:
-    types = pa.types
-    is_number = isinstance(value, (int, float, Decimal)) and not isinstance(value, bool)
-    if types.is_decimal(arrow):
-        return pa.array([Decimal(_number_string(value))], arrow)
-    if (types.is_integer(arrow) or types.is_floating(arrow)) and not types.is_float16(arrow) and is_number:
-        found = pa.array([value]).cast(arrow)
-        if types.is_floating(arrow) and not np.isfinite(found[0].as_py()):
-            raise ValueError("out of its range")
-        return found
-    if types.is_boolean(arrow) and isinstance(value, bool):
-        return pa.array([value])
-    if (types.is_string(arrow) or types.is_large_string(arrow)) and isinstance(value, str):
-        return pa.array([value], arrow)
-    if types.is_date(arrow) and isinstance(value, str):
-        return pa.array([date.fromisoformat(value)], arrow)
-    if types.is_timestamp(arrow) and isinstance(value, str):
-        return _time(value, arrow.tz).cast(arrow)
-    known = (types.is_integer, types.is_floating, types.is_boolean, types.is_string, types.is_date, types.is_timestamp)
-    is_known = types.is_large_string(arrow) or any(is_type(arrow) for is_type in known)
-    raise ValueError("another kind of value" if is_known else "cells of this type cannot be compared")
-
-
-def _number_string(value: Any) -> str:
-    if isinstance(value, bool):
-        raise ValueError("another kind of value")
-    return str(value)
-
-
-def _time(text: str, zone: str | None) -> pa.Array:
-    """A time in ISO 8601; where the column has a time zone and the text has none, it is UTC."""
-    time = datetime.fromisoformat(text.replace("Z", "+00:00"))
-    if zone is None and time.tzinfo is not None:
-        raise ValueError("the column has no time zone; write the local time, without one")
-    if zone is None:
-        return pa.array([time], pa.timestamp("us"))
-    utc = time.replace(tzinfo=timezone.utc) if time.tzinfo is None else time.astimezone(timezone.utc)
-    return pa.array([utc], pa.timestamp("us", "UTC"))
+        return compared(float(Decimal(value)), arrow)
+    return compared(value, arrow)

@@ -11,11 +11,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from spark_dl.config.checks import ENCODINGS
-from spark_dl.data.columns.elements import Lookup, string_indices
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.ragged import Array, Ragged, from_lengths
 from spark_dl.data.columns.schema import Column
-from spark_dl.data.columns.source import BadCellsError, SourceColumn, arrow_source_column
+from spark_dl.data.columns.source import BadCellsError, SourceColumn
+from spark_dl.data.columns.types import Lookup, arrow_source_column, string_indices
 from spark_dl.data.petastorm import codecs
 from spark_dl.data.petastorm.unischema import TIMES, Codec, Field
 

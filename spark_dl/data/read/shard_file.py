@@ -20,9 +20,9 @@ import pyarrow.parquet as pq
 
 from spark_dl import storage
 from spark_dl.data.columns import cell_codec
-from spark_dl.data.columns.elements import Lookup
 from spark_dl.data.columns.ragged import Array, Ragged, Stacked
 from spark_dl.data.columns.schema import Column, unit_of
+from spark_dl.data.columns.types import Lookup
 from spark_dl.data.dataset.records import Shard, ShardSet
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet import filters

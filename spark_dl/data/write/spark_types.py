@@ -10,30 +10,12 @@ import pyarrow as pa
 
 from spark_dl.config.checks import listed, suggestion
 from spark_dl.data.columns.encoding import Settings
-from spark_dl.data.columns.source import (
-    HAS_DOT,
-    SUPPORTED,
-    Leaf,
-    SourceColumn,
-    check_batch_names,
-    check_fill,
-    check_names,
-    encoded_column,
-    vector_column,
-)
+from spark_dl.data.columns.source import HAS_DOT, SourceColumn, check_batch_names, check_names
+from spark_dl.data.columns.types import SUPPORTED, check_fill, encoded_column, type_of_spark, vector_column
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
 
-_NUMBERS = {
-    "boolean": "bool",
-    "byte": "int8",
-    "short": "int16",
-    "integer": "int32",
-    "long": "int64",
-    "float": "float32",
-    "double": "float64",
-}
 _IMAGE = ["origin", "height", "width", "nChannels", "mode", "data"]
 
 
@@ -107,33 +89,15 @@ def _spark_column(name: str, data_type: DataType, settings: Mapping[str, Any]) -
     depth = 0
     while inner.typeName() == "array":
         inner, depth = inner.elementType, depth + 1
-    leaf = _spark_leaf(inner)
-    if leaf is None:
+    known = type_of_spark(inner)
+    if known is None:
         below = _fields_below(name, inner)
         convert = f"read its fields: {below}" if below and not depth else "convert it in the DataFrame"
         raise ValueError(
             f"column {name!r} has type {data_type.simpleString()}, which cannot become a tensor; supported are "
             f"{SUPPORTED}; {convert}"
         )
-    return encoded_column(name, leaf, depth, data_type.simpleString(), settings)
-
-
-def _spark_leaf(data_type: Any) -> Leaf | None:
-    kind = data_type.typeName()
-    if kind in _NUMBERS:
-        return Leaf("number", _NUMBERS[kind])
-    if kind == "decimal":
-        return Leaf("decimal", "int64", scale=data_type.scale, source_type=data_type.simpleString())
-    return {
-        "date": Leaf("time", "int32", unit="D", source_type="date"),
-        "timestamp": Leaf("time", "int64", unit="us", source_type="timestamp"),
-        "timestamp_ntz": Leaf("time", "int64", unit="us", source_type="timestamp_ntz"),
-        "daytimeinterval": Leaf("duration", "int64", unit="us"),
-        "string": Leaf("string", "int64"),
-        "char": Leaf("string", "int64"),
-        "varchar": Leaf("string", "int64"),
-        "binary": Leaf("binary", "uint8"),
-    }.get(kind)
+    return encoded_column(name, known, depth, data_type.simpleString(), settings)
 
 
 def _check_spark_fill(column: SourceColumn, fill: Any, data_type: DataType) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from spark_dl.data.columns.cells import read_cells
 from spark_dl.data.columns.encoding import Encoding
-from spark_dl.data.columns.source import BadCellsError, SourceColumn, check_fill
+from spark_dl.data.columns.source import BadCellsError, SourceColumn
+from spark_dl.data.columns.types import check_fill
 from tests.builders.cells import vectors
 
 DTYPES = ["bool", "int8", "int16", "int32", "int64", "float32", "float64"]

@@ -6,7 +6,8 @@ from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import types as t
 
 from spark_dl.data.columns.encoding import Encoding
-from spark_dl.data.columns.source import SourceColumn, arrow_source_column
+from spark_dl.data.columns.source import SourceColumn
+from spark_dl.data.columns.types import arrow_source_column
 from spark_dl.data.write.spark_types import source_columns
 
 USER = t.StructType([

@@ -11,9 +11,9 @@ import pytest
 
 from spark_dl import Data
 from spark_dl.data.columns import elements as lookup_module
-from spark_dl.data.columns.elements import Lookup
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.schema import Column
+from spark_dl.data.columns.types import Lookup
 from spark_dl.data.dataset.records import Shard
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.external.files import filter_rows

@@ -85,8 +85,11 @@ def connect(address: Address, proof_s: float = _PROOF_S, *, lost_s: float = math
     """Returns a connection on which both sides have proved that they know the secret, within `proof_s`.
 
     The other side closes the connection of a process that takes seconds to prove it, so it is tried three times.
-    lost_s: to send is an error if the other host has not confirmed what was sent for so long. Only on Linux.
+
     Raises OSError if the other side cannot be reached or closes the connection, and AuthenticationError.
+
+    Args:
+        lost_s: to send is an error if the other host has not confirmed what was sent for so long. Only on Linux.
     """
     end = time.monotonic() + proof_s
     for is_last in (False, False, True):

@@ -123,19 +123,23 @@ def train(
 ) -> TrainResult:
     """Trains on a DataFrame, or on a dataset by its URL. Called on the driver.
 
-    data: a DataFrame, a dataset or its URL; or a mapping of names to these, mixed in every global batch in
-        `loader.proportions`.
-    run_dir: folder or URL for shards (of a DataFrame), checkpoints, settings and metrics. All executors must have
-        access to it. With `shards.storage` "local" the rows are written to the local disks of the ranks' hosts instead.
+    Args:
+        data: a DataFrame, a dataset or its URL; or a mapping of names to these, mixed in every global batch in
+            `loader.proportions`.
+        run_dir: folder or URL for shards (of a DataFrame), checkpoints, settings and metrics. All executors must have
+            access to it. With `shards.storage` "local" the rows are written to the local disks of the ranks' hosts
+            instead.
+        resume: continues from the last checkpoint in `run_dir`, if there is one, or from that of this URL, with its
+            shards.
+        overwrite: deletes an earlier run in `run_dir`.
+        on_event: functions that the driver calls with each event of the run (`EVENTS`). If one raises, the run ends.
+        spark: the session; by default that of the DataFrame, of this thread or of the process.
 
-    resume: continues from the last checkpoint in `run_dir`, if there is one, or from that of this URL, with its shards.
-    overwrite: deletes an earlier run in `run_dir`.
-    on_event: functions that the driver calls with each event of the run (`EVENTS`). If one raises, the run ends.
-    spark: the session; by default that of the DataFrame, of this thread or of the process.
-
-    Raises ValueError for invalid settings, models and data, if possible before any rank starts; RuntimeError if the
-    cluster cannot run the job; RankError if a rank fails, and another attempt would fail as well or cannot start, or
-    `launch.max_restarts` are done.
+    Raises:
+        ValueError: For invalid settings, models and data, if possible before any rank starts.
+        RuntimeError: If the cluster cannot run the job.
+        RankError: If a rank fails, and another attempt would fail as well or cannot start, or `launch.max_restarts` are
+            done.
     """
     start, functions = time.perf_counter(), as_functions(on_event)
     config, data = config or Config(), as_sources(data, "train")
@@ -167,7 +171,8 @@ def _train_in_attempts(
 ) -> dict[str, Any]:
     """Starts the ranks, and after a failure again, from the last checkpoint. Returns the result of the last attempt.
 
-    most_ranks: how many were asked for; with `launch.min_ranks` each attempt has as many as there are slots for.
+    Args:
+        most_ranks: how many were asked for; with `launch.min_ranks` each attempt has as many as there are slots for.
     """
     first_generation, resizes = run.generation, 0
     restart: Mapping[str, Any] | None = None
@@ -229,14 +234,14 @@ def evaluate(
 
     Every row counts exactly once. Returns `{"rows", "loss", <metrics>}`.
 
-    config: the default is the checkpoint's settings, but for those that say where to write or to connect, such as
-        `shards.store` and `launch.log_dir`: these are not used, as a checkpoint can be somebody else's.
-
-    run_dir: folder or URL that all executors can access, for the rows of a DataFrame, which are written as shards and
-        deleted at the end. The default is the run folder of the checkpoint, if it is a folder of this user; else a
-        private temporary folder in a local session, and the local disks of the ranks on a cluster.
-
     Raises as `train` does, and ValueError if none of these can have the rows.
+
+    Args:
+        config: the default is the checkpoint's settings, but for those that say where to write or to connect, such as
+            `shards.store` and `launch.log_dir`: these are not used, as a checkpoint can be somebody else's.
+        run_dir: folder or URL that all executors can access, for the rows of a DataFrame, which are written as shards
+            and deleted at the end. The default is the run folder of the checkpoint, if it is a folder of this user;
+            else a private temporary folder in a local session, and the local disks of the ranks on a cluster.
     """
     key_file = config.checkpoint.signing_key_file if config else None
     data, saved = as_sources(data, "evaluate"), checkpoint.find(checkpoint_url, only_weights=True, key_file=key_file)
@@ -270,18 +275,6 @@ def launch(
 ) -> list[Any]:
     """Runs a function or a program as `num_ranks` ranks in one barrier job. Called on the driver.
 
-    fn: a function, called as `fn(*args, **kwargs)`; or the path of a Python program, or `"-m"` and the name of a
-        module, with its arguments as strings: `launch("train.py", "--lr", "0.1", num_ranks=4)`. A program runs in a
-        process of its own on each rank, from the driver's working folder if the executor has it.
-
-    num_ranks: by default that of `settings`.
-    env: environment variables of the ranks, set when the function is called. A program starts with them.
-    settings: time limits, the device, `max_restarts`, and `output`: which ranks' output the driver shows.
-    resume: goes on from the last checkpoint of an earlier call. overwrite: deletes these, once the call can start.
-
-    run_dir: folder or URL for the function's own checkpoints, which it reads and writes with `open_checkpoints`. After
-        a failure, the ranks go on from the last one.
-
     Returns the results of the ranks by rank: numbers, strings, bytes, dates, arrays and tensors, in dicts, lists,
     tuples and sets; of a program None. Other objects are an error, as nothing that a rank sends is unpickled. The
     environment is as under torchrun: `torch.distributed.init_process_group()` joins the group of all ranks, and
@@ -289,6 +282,18 @@ def launch(
     group fails, unless `launch.independent_ranks` is set.
     Raises as `run_barrier` does, in particular RankError with the traceback, or the exit code, of the first rank that
     failed.
+
+    Args:
+        fn: a function, called as `fn(*args, **kwargs)`; or the path of a Python program, or `"-m"` and the name of a
+            module, with its arguments as strings: `launch("train.py", "--lr", "0.1", num_ranks=4)`. A program runs in a
+            process of its own on each rank, from the driver's working folder if the executor has it.
+        num_ranks: by default that of `settings`.
+        env: environment variables of the ranks, set when the function is called. A program starts with them.
+        settings: time limits, the device, `max_restarts`, and `output`: which ranks' output the driver shows.
+        resume: goes on from the last checkpoint of an earlier call.
+        overwrite: deletes these, once the call can start.
+        run_dir: folder or URL for the function's own checkpoints, which it reads and writes with `open_checkpoints`.
+            After a failure, the ranks go on from the last one.
     """
     settings = launch_settings(settings, num_ranks)
     spark = find_session(None, spark)
@@ -317,10 +322,15 @@ def run_on_dataframe(
 
     `rows` is a `RankRows`: `rows.batches(64, epoch=0)` yields the batches of the rank, the same number on all ranks.
     The rows are streamed to the ranks, which write them to local disks in bounded memory. Shared storage is not needed.
-    data: the columns; by default all columns of the DataFrame, of which one named `weight` has the weights of the rows.
-    shards: the layout of the rows on disk. loader: how rows are read.
-    validation_fraction: fraction of rows for `rows.loader(..., split="validation")`.
+
     Raises as `launch` does, and ValueError for rows that cannot be converted to tensors and for an empty DataFrame.
+
+    Args:
+        data: the columns; by default all columns of the DataFrame, of which one named `weight` has the weights of the
+            rows.
+        shards: the layout of the rows on disk.
+        loader: how rows are read.
+        validation_fraction: fraction of rows for `rows.loader(..., split="validation")`.
     """
     settings = launch_settings(settings, num_ranks)
     check_dataframe(df)
@@ -368,7 +378,9 @@ def _launch_run(
     """Runs a task on ranks or from the driver, as its strategy needs, and returns its result.
 
     With local storage the rows of the DataFrame `data` are streamed to the ranks.
-    functions: those of the user for events.
+
+    Args:
+        functions: those of the user for events.
     """
     config = run.config
     strategy = strategies.find(config.parallel.strategy)

@@ -52,8 +52,11 @@ def evaluate(run: Run, world: World) -> dict[str, Any]:
 def load_model(spec: ModelSpec, checkpoint_url: str, *, sha256: str | None = None) -> nn.Module:
     """Builds the model with the weights of a checkpoint, on the CPU, in evaluation mode. Called on any side.
 
-    sha256: checksum of the checkpoint's manifest, if it was checked before.
-    Raises ValueError for weights of another model, and for a damaged checkpoint, with the file and the cause.
+    Args:
+        sha256: checksum of the checkpoint's manifest, if it was checked before.
+
+    Raises:
+        ValueError: For weights of another model, and for a damaged checkpoint, with the file and the cause.
     """
     model = spec.build()
     weights = load_weights(checkpoint.open_checkpoint(checkpoint_url, sha256=sha256))
@@ -76,9 +79,11 @@ def evaluate_model(
 
     With `data.weight`, the loss of a row is multiplied by its weight, and the mean is still over the rows. Where the
     loss has weights of its own, or `spec.count`, the mean is over these, as in training.
-    call, forward, counts: see `Trainable`.
 
     With `spec.evaluation`, its values replace the loss. Raises ValueError if one of them has the name of a metric.
+
+    Args:
+        call, forward, counts: see `Trainable`.
     """
     call = call or (lambda function, batch: function(model, batch))
     metrics = build_metrics(spec, config)

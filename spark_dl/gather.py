@@ -37,8 +37,9 @@ def gather_json(value: Any) -> list[Any]:
 def gather_by_store(store: dist.Store, rank: int, world_size: int, name: str, value: Any) -> list[Any]:
     """Returns the JSON values of all ranks, by rank, without a process group. Collective.
 
-    name: unique in the store. Raises an error of torch.distributed if a rank does not call it within the store's
-    timeout.
+    Args:
+        name: unique in the store. Raises an error of torch.distributed if a rank does not call it within the store's
+            timeout.
     """
 
     def put(key: str, value: Any) -> None:

@@ -136,13 +136,13 @@ def shards_of(
 ) -> ShardSet:
     """Opens a dataset, or writes a DataFrame as one. A resumed run opens the dataset that it wrote before.
 
-    reuse: "no" writes the DataFrame; "same" uses the rows that the run has written, and refuses a DataFrame of other
-    rows; "any" uses them if the DataFrame is known to have the same, and else writes it.
-
-    reference_columns: columns of the training dataset. The columns must match them, and have their vocabularies.
-    until_done: shards of a store are not deleted until this stack is closed.
-    num_datasets: number of datasets that share the memory of a loader.
-    before_commit: as for `write_shards`.
+    Args:
+        reuse: "no" writes the DataFrame; "same" uses the rows that the run has written, and refuses a DataFrame of
+            other rows; "any" uses them if the DataFrame is known to have the same, and else writes it.
+        reference_columns: columns of the training dataset. The columns must match them, and have their vocabularies.
+        until_done: shards of a store are not deleted until this stack is closed.
+        num_datasets: number of datasets that share the memory of a loader.
+        before_commit: as for `write_shards`.
     """
     if config.shards.storage == "local" and not isinstance(data, (str, ShardSet)):
         return ShardSet("", (), ShardTable.of(()))  # the ranks write it
@@ -260,8 +260,11 @@ def _is_used_again(
 ) -> bool:
     """Whether a run goes on with the rows that it has written, and not with those of the DataFrame.
 
-    source: that of the DataFrame now. Raises ValueError if it needs the rows that it has written and the DataFrame has
-    others.
+    Args:
+        source: that of the DataFrame now.
+
+    Raises:
+        ValueError: If it needs the rows that it has written and the DataFrame has others.
     """
     path = storage.join(url, SOURCE)
     before = json.loads(storage.read_bytes(path)) if storage.exists(path) else {"key": None, "columns": None}

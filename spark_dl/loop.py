@@ -56,14 +56,19 @@ def train(
 ) -> dict[str, Any]:
     """Trains as one rank. Collective; every rank returns the same.
 
-    parallelize: function of the strategy.
-    build_train_loader, num_ranks: for a driver that trains on behalf of all ranks, the loader, and the number of ranks
-        that share a step (`train.lr_scaling`).
-    check_steps: whether gradients and weights are checked in each step, and not only losses and checkpoints. For
-        benchmarks.
     A rank that gets SIGTERM ends by it after all ranks have saved a checkpoint, at the next log line.
-    Raises RuntimeError if a loss, a gradient or a weight is not finite, with the rank, the step and the first bad
-    parameter, and if a checkpoint cannot be written; ValueError if settings or model do not match the data.
+
+    Args:
+        parallelize: function of the strategy.
+        build_train_loader, num_ranks: for a driver that trains on behalf of all ranks, the loader, and the number of
+            ranks that share a step (`train.lr_scaling`).
+        check_steps: whether gradients and weights are checked in each step, and not only losses and checkpoints. For
+            benchmarks.
+
+    Raises:
+        RuntimeError: If a loss, a gradient or a weight is not finite, with the rank, the step and the first bad
+            parameter, and if a checkpoint cannot be written.
+        ValueError: If settings or model do not match the data.
     """
     run = dataclasses.replace(run, config=row_metrics.with_mode(run.spec, run.config))
     seed_generators(run.config.train.seed)  # the same weights on all ranks
@@ -92,11 +97,12 @@ def train(
 class Training:
     """Epochs of steps, with validation, checkpoints and early stopping after each epoch.
 
-    num_ranks: number of ranks that share a step, if not the world size.
-    steps_per_epoch: number of steps of an epoch, if not that of the loader's plan.
-    log_rank: the rank that writes metrics.
-    check_steps: whether this object checks that each step is finite.
-    preempted: says that a rank has got SIGTERM. By default, SIGTERM ends a rank at once.
+    Args:
+        num_ranks: number of ranks that share a step, if not the world size.
+        steps_per_epoch: number of steps of an epoch, if not that of the loader's plan.
+        log_rank: the rank that writes metrics.
+        check_steps: whether this object checks that each step is finite.
+        preempted: says that a rank has got SIGTERM. By default, SIGTERM ends a rank at once.
     """
 
     def __init__(
@@ -157,7 +163,8 @@ class Training:
     def run(self, train_epoch: Callable[[], bool] | None = None) -> dict[str, Any]:
         """Trains until all epochs or `max_steps` are done, or until early stopping. Collective.
 
-        train_epoch: replaces `Training.train_epoch`.
+        Args:
+            train_epoch: replaces `Training.train_epoch`.
         """
         try:
             return self._run_epochs(train_epoch or self.train_epoch)
@@ -406,7 +413,9 @@ class Training:
         """Writes a checkpoint, after synchronizing the weights of all ranks. Collective.
 
         With `checkpoint.asynchronous` it is written while training goes on, after the one before is committed.
-        is_last: whether it is the last one of the run, which must be written (`checkpoint.on_error`).
+
+        Args:
+            is_last: whether it is the last one of the run, which must be written (`checkpoint.on_error`).
         """
         if self.steps.rows:  # the sum of losses is part of the state
             self._log_steps()

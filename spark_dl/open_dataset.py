@@ -41,21 +41,24 @@ def open_dataset(
     process. The rank and the number of ranks come from the process group or from the environment of the launcher. All
     ranks must pass the same arguments.
 
-    source: the URL of a dataset, the result of `read_shards`, or the rows that `run_on_dataframe` passes to its
-        function, which have their own settings (`data`, `loader`, `validation_fraction`).
-
-    data: the columns of a batch; the default is all columns, if spark_dl wrote the dataset.
-    batch_size: rows of each batch of this rank. The last batch is filled with rows whose `weight` is 0.
-    drop_last: whether the last batch of an epoch is left out on all ranks if it is not full, as by torch's DataLoader.
-    split: the rows to read, if `validation_fraction` is set: `all`, `train` or `validation`.
-    loader: how rows are read. `num_streams` is lowered to the largest number that fits the ranks and the batch.
-    transform: called with each batch; returns what is yielded, such as `lambda b: (b["features"], b["label"])`.
-    cur_shard, shard_count: the rank and the number of ranks, in place of those that are found.
-
     A batch has the columns by name, [batch_size, ...], and `weight`, [batch_size] float32: 1, or the value of
     `data.weight`, for a true row, 0 for padding. Every row is in exactly one batch of one rank in each epoch,
     unless `drop_last` is set.
-    Raises ValueError for a missing dataset or column, and for settings that do not fit the dataset.
+
+    Args:
+        source: the URL of a dataset, the result of `read_shards`, or the rows that `run_on_dataframe` passes to its
+            function, which have their own settings (`data`, `loader`, `validation_fraction`).
+        data: the columns of a batch; the default is all columns, if spark_dl wrote the dataset.
+        batch_size: rows of each batch of this rank. The last batch is filled with rows whose `weight` is 0.
+        drop_last: whether the last batch of an epoch is left out on all ranks if it is not full, as by torch's
+            DataLoader.
+        split: the rows to read, if `validation_fraction` is set: `all`, `train` or `validation`.
+        loader: how rows are read. `num_streams` is lowered to the largest number that fits the ranks and the batch.
+        transform: called with each batch; returns what is yielded, such as `lambda b: (b["features"], b["label"])`.
+        cur_shard, shard_count: the rank and the number of ranks, in place of those that are found.
+
+    Raises:
+        ValueError: For a missing dataset or column, and for settings that do not fit the dataset.
     """
     rank, num_ranks = find_place() if (cur_shard, shard_count) == (None, None) else _place(cur_shard, shard_count)
     _check_arguments(data, batch_size, drop_last, split, validation_fraction)

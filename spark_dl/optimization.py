@@ -58,8 +58,9 @@ class Optimization:
 def check_elementwise(optimization: Optimization, known: Sequence[str]) -> None:
     """Raises ValueError for an optimizer that needs whole tensors, where ranks have parts of them.
 
-    known: the optimizers of `torch.optim` that update each element by itself. A subclass with a `step` of its own is
-    another one.
+    Args:
+        known: the optimizers of `torch.optim` that update each element by itself. A subclass with a `step` of its own
+            is another one.
     """
     optimizer, name = optimization.optimizer, type(optimization.optimizer).__name__
     own = inspect.unwrap(type(optimizer).step)

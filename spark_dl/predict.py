@@ -47,27 +47,28 @@ def predict(
 ) -> DataFrame:
     """Adds the columns of `spec.predict` to a DataFrame, or computes them for a dataset. Lazy. Called on the driver.
 
-    data: a DataFrame, whose rows keep their partition and order, and which can be a streaming DataFrame; or a dataset
-        or its URL. Tasks then read the dataset as ranks do, in its order, and the result has only the columns `keys`
-        and the predictions, as features need not pass through Spark. Keys have their types and values in the table.
-    model: a `ModelSpec`, with a checkpoint or a run folder as `checkpoint_url`; or the URL of a model of `save_model`;
-        or a model of `spark_dl.ml`. A `ModelSpec` without a checkpoint is scored with the weights that `spec.build`
-        returns, such as those of a pretrained model, and needs `config`.
-
-    config: settings instead of those of the training run, such as `loader.rows_at_once`. With
-        `checkpoint.signing_key_file`, the checkpoint must be
-        signed with that key.
-
-    output_schema: the columns that the model adds, such as `"prediction float, scores array<float>"`. By default, the
-        model computes two rows of zeros on the driver to know them, and, if it does not take zeros, the first rows of
-        `data`, which runs a job. A streaming DataFrame has no first rows.
-
     Each Python worker loads the model once, and uses the GPU that Spark assigned to the task, if any. One value per row
     becomes a scalar column; more values become (nested) arrays.
 
     Nulls, NaN and Inf in features are filled or allowed as in `config`. All others fail the job, even if training
     dropped their rows: drop them in the DataFrame. `data.filters` is not applied.
-    Raises ValueError for a missing feature, a checkpoint of another model, or a column name that exists already.
+
+    Args:
+        data: a DataFrame, whose rows keep their partition and order, and which can be a streaming DataFrame; or a
+            dataset or its URL. Tasks then read the dataset as ranks do, in its order, and the result has only the
+            columns `keys` and the predictions, as features need not pass through Spark. Keys have their types and
+            values in the table.
+        model: a `ModelSpec`, with a checkpoint or a run folder as `checkpoint_url`; or the URL of a model of
+            `save_model`; or a model of `spark_dl.ml`. A `ModelSpec` without a checkpoint is scored with the weights
+            that `spec.build` returns, such as those of a pretrained model, and needs `config`.
+        config: settings instead of those of the training run, such as `loader.rows_at_once`. With
+            `checkpoint.signing_key_file`, the checkpoint must be signed with that key.
+        output_schema: the columns that the model adds, such as `"prediction float, scores array<float>"`. By default,
+            the model computes two rows of zeros on the driver to know them, and, if it does not take zeros, the first
+            rows of `data`, which runs a job. A streaming DataFrame has no first rows.
+
+    Raises:
+        ValueError: For a missing feature, a checkpoint of another model, or a column name that exists already.
     """
     source = as_source(data)
     scorer = with_declared(find_scorer(model, checkpoint_url, config, data=source), output_schema)
@@ -112,19 +113,18 @@ def save_model(
     Called on the driver. The folder has the description of the model as JSON, with the settings of its features, and
     nothing that is pickled. `predict`, `predict_udf` and `load_model` take its URL.
 
-    format: `"weights"`, the weights as safetensors and the functions of `spec` by their importable names; or
-        `"export"`, a program of `torch.export`, which does not need the code of the model.
+    Args:
+        format: `"weights"`, the weights as safetensors and the functions of `spec` by their importable names; or
+            `"export"`, a program of `torch.export`, which does not need the code of the model.
+        overwrite: whether a saved model that is in the folder is replaced. Readers find the whole model of before or
+            the whole new one. A prediction of before whose tasks would have to load the new one is an error.
+        config, data: the settings of a model that was not trained here, and rows with its features. Without a
+            checkpoint, the weights are those that `spec.build` returns.
+        signing_key_file: file with the key that must have signed the checkpoint.
 
-    overwrite: whether a saved model that is in the folder is replaced. Readers find the whole model of before or the
-        whole new one. A prediction of before whose tasks would have to load the new one is an error.
-
-    config, data: the settings of a model that was not trained here, and rows with its features. Without a checkpoint,
-        the weights are those that `spec.build` returns.
-
-    signing_key_file: file with the key that must have signed the checkpoint.
-
-    Raises ValueError for a folder that is in use, for a checkpoint with another signature, for functions without an
-    importable name (`"weights"`), and for models that `torch.export` does not take (`"export"`).
+    Raises:
+        ValueError: For a folder that is in use, for a checkpoint with another signature, for functions without an
+            importable name (`"weights"`), and for models that `torch.export` does not take (`"export"`).
     """
     if checkpoint_url is None:
         scorer = scorer_of_build(spec, config, data)

@@ -59,11 +59,15 @@ def prepare_run(
     """Yields a run that is ready to start, with its datasets written or opened, and checked.
 
     Shards in a store are not deleted until the end of the block. `stage` is called with a text about what is done now.
-    spec: None for trials, each of which has its own.
-    spark: the session, for `parallel.strategy: auto`, which starts the ranks once to measure the network.
-    reuse_shards: uses the shards of an earlier attempt also without a checkpoint.
-    Raises ValueError for invalid data, settings and `run_dir`, before an earlier run is deleted; RuntimeError if a
-    newer attempt of the run has started.
+
+    Args:
+        spec: None for trials, each of which has its own.
+        spark: the session, for `parallel.strategy: auto`, which starts the ranks once to measure the network.
+        reuse_shards: uses the shards of an earlier attempt also without a checkpoint.
+
+    Raises:
+        ValueError: For invalid data, settings and `run_dir`, before an earlier run is deleted.
+        RuntimeError: If a newer attempt of the run has started.
     """
     run_dir = storage.absolute(run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}")
     check_storage(config, data, validation)
@@ -128,9 +132,13 @@ def _warn(spec: ModelSpec | None, config: Config, saved: checkpoint.Saved | None
 def next_attempt(run: Run, first_generation: int, restart: Mapping[str, Any] | None = None) -> Run:
     """Returns the run of another attempt after one that has failed, from the last checkpoint. Called on the driver.
 
-    first_generation: that of the first attempt of this call. restart: the event of the restart (`restart_event`), which
-        is written to `metrics.jsonl`; None for an attempt with more ranks.
-    Raises RuntimeError if the attempt of another driver has started since, and as `begin_attempt` does.
+    Args:
+        first_generation: that of the first attempt of this call.
+        restart: the event of the restart (`restart_event`), which is written to `metrics.jsonl`; None for an attempt
+            with more ranks.
+
+    Raises:
+        RuntimeError: If the attempt of another driver has started since, and as `begin_attempt` does.
     """
     with run_folder.explained(run_folder.READ, run.run_dir):
         generations.check_newest(run.run_dir, run.generation)
@@ -215,7 +223,8 @@ def _private_place(
 def as_sources(data: Any, call: str) -> Any:
     """Returns one dataset, or several by name, as `as_source` does. Raises ValueError for other types and streams.
 
-    call: names the caller in errors.
+    Args:
+        call: names the caller in errors.
     """
     for source in data.values() if isinstance(data, Mapping) else [data]:
         refuse_stream(source, call)

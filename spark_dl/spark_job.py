@@ -89,10 +89,12 @@ class SparkJob:
     """A call that runs Spark jobs, in a thread with the caller's local properties, such as its scheduler pool.
 
     The properties of the caller's thread do not change.
-    description: shown in Spark's UI. Over Spark Connect, it is a tag of the operation.
-    own_group: whether the group of the jobs is `name`, and not that of the caller.
-    tag: a tag of the jobs, beside their `name`.
-    on_end: called in the thread after the call.
+
+    Args:
+        description: shown in Spark's UI. Over Spark Connect, it is a tag of the operation.
+        own_group: whether the group of the jobs is `name`, and not that of the caller.
+        tag: a tag of the jobs, beside their `name`.
+        on_end: called in the thread after the call.
     """
 
     def __init__(

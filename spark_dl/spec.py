@@ -70,51 +70,52 @@ class Evaluation(Protocol):
 class ModelSpec:
     """A model and its loss.
 
-    build: called without arguments on every rank, after seeding; returns the model on the CPU. Modules in evaluation
-        mode, such as a frozen BatchNorm, stay in evaluation mode. If the model itself is in evaluation mode, as many
-        pretrained models are, all of it is set to training mode.
-    loss: called with (output, label), or with (output, batch) if `data.label` is null; returns one value per row,
-        [rows] or [rows, ...] (averaged over the other axes). Or a loss of `torch.nn`: its name, its class, or an
-        instance with the reduction `mean`, `none` or `batchmean`. The loss of a step is the mean over the rows of the
-        global batch; with class weights or an `ignore_index`, it is torch's mean, which divides by the sum of the
-        weights of the labels. If the label is ragged, it is the mean over its values, without padding. The default is
-        `CrossEntropyLoss`.
-    forward: called with (model, batch); returns the output. `model` is what `build` returns, and the function may call
-        parts of it. The default calls the model with the columns of `data.features`, in this order, or with one tensor
-        of them all (`data.assemble`).
-    transform: called with each batch on the CPU, in a thread of the loader or in `predict`; returns the batch for
-        `forward` and the loss. It must keep the number and the order of rows.
-    augment: called after `transform` with (batch, generator), in training only. The `torch.Generator` is seeded by
-        epoch, step and rank, so that a resumed run draws the same numbers.
-    predict: called with the output; returns the columns that `predict` adds, each [rows, ...]. The default is one
-        column, `prediction`, with the output; for a model with several outputs, one column for each of them, with its
-        name, or `prediction_0`, `prediction_1` ...
-    metrics: metrics of your own by name, beside those of `train.metrics`: functions, called with (output, batch), which
-        return one value per row, [rows], and are averaged over all rows by weight; and classes or instances of
-        `torchmetrics.Metric`, updated with (output, label), or (output, batch) if `data.label` is null.
-    optimizer: called with the model, on every rank; returns an optimizer, or an `Optimization`, which also has a
-        scheduler, instead of `train.optimizer` and `train.scheduler`. `train.lr_scaling` multiplies its learning rates.
-    batch_loss: called with (model, batch) instead of `forward` and `loss`; returns the mean loss of the rows of the
-        batch, one value. The batch has only true rows, so the sum of these means times their rows is exact. A mean over
-        something else, such as tokens, needs `count`; before the first step, the ranks check that it is a mean
-        (`train.check_batch_loss`). If a rank has no true row in a micro-batch, the batch is padding, of weight 0, and
-        the result counts nothing. If it has one, and the model has a BatchNorm that needs two, the batch has this row
-        twice.
-    count: called with a batch of true rows; returns what the mean loss of these rows is over, if that is not the rows:
-        the number of tokens, or the sum of the weights of classes. The loss of a step is then the mean over all of
-        them in the global batch, on any number of ranks. Must depend on the batch alone.
-    evaluation: called with the model at the start of an evaluation; returns an `Evaluation`, which gets the true rows
-        of each batch and computes the values of the evaluation, such as `loss`, instead of `loss` and `batch_loss`.
-    layers: names or patterns of modules which, called in order on each other's output, are the model, such as
-        `["embed", "layers.*", "norm", "head"]`: where `parallel.pipeline` cuts it. The default is the children of an
-        `nn.Sequential`.
-    tensor_plan: how `parallel.tensor` cuts modules: words such as `colwise` and `rowwise` by names or patterns, as in
-        Hugging Face's `base_model_tp_plan`. The default is the model's own plan, or that of its kind of layers.
-
-    experts: names or patterns of the `spark_dl.nn.MoE` layers whose experts `parallel.experts` divides among ranks,
-        such as `["layers.*.moe"]`. The default is all of them.
-
-    set_position: called with the model and a `Position` before every step and before every validation.
+    Args:
+        build: called without arguments on every rank, after seeding; returns the model on the CPU. Modules in
+            evaluation mode, such as a frozen BatchNorm, stay in evaluation mode. If the model itself is in evaluation
+            mode, as many pretrained models are, all of it is set to training mode.
+        loss: called with (output, label), or with (output, batch) if `data.label` is null; returns one value per row,
+            [rows] or [rows, ...] (averaged over the other axes). Or a loss of `torch.nn`: its name, its class, or an
+            instance with the reduction `mean`, `none` or `batchmean`. The loss of a step is the mean over the rows of
+            the global batch; with class weights or an `ignore_index`, it is torch's mean, which divides by the sum of
+            the weights of the labels. If the label is ragged, it is the mean over its values, without padding. The
+            default is `CrossEntropyLoss`.
+        forward: called with (model, batch); returns the output. `model` is what `build` returns, and the function may
+            call parts of it. The default calls the model with the columns of `data.features`, in this order, or with
+            one tensor of them all (`data.assemble`).
+        transform: called with each batch on the CPU, in a thread of the loader or in `predict`; returns the batch for
+            `forward` and the loss. It must keep the number and the order of rows.
+        augment: called after `transform` with (batch, generator), in training only. The `torch.Generator` is seeded by
+            epoch, step and rank, so that a resumed run draws the same numbers.
+        predict: called with the output; returns the columns that `predict` adds, each [rows, ...]. The default is one
+            column, `prediction`, with the output; for a model with several outputs, one column for each of them, with
+            its name, or `prediction_0`, `prediction_1` ...
+        metrics: metrics of your own by name, beside those of `train.metrics`: functions, called with (output, batch),
+            which return one value per row, [rows], and are averaged over all rows by weight; and classes or instances
+            of `torchmetrics.Metric`, updated with (output, label), or (output, batch) if `data.label` is null.
+        optimizer: called with the model, on every rank; returns an optimizer, or an `Optimization`, which also has a
+            scheduler, instead of `train.optimizer` and `train.scheduler`. `train.lr_scaling` multiplies its learning
+            rates.
+        batch_loss: called with (model, batch) instead of `forward` and `loss`; returns the mean loss of the rows of the
+            batch, one value. The batch has only true rows, so the sum of these means times their rows is exact. A mean
+            over something else, such as tokens, needs `count`; before the first step, the ranks check that it is a mean
+            (`train.check_batch_loss`). If a rank has no true row in a micro-batch, the batch is padding, of weight 0,
+            and the result counts nothing. If it has one, and the model has a BatchNorm that needs two, the batch has
+            this row twice.
+        count: called with a batch of true rows; returns what the mean loss of these rows is over, if that is not the
+            rows: the number of tokens, or the sum of the weights of classes. The loss of a step is then the mean over
+            all of them in the global batch, on any number of ranks. Must depend on the batch alone.
+        evaluation: called with the model at the start of an evaluation; returns an `Evaluation`, which gets the true
+            rows of each batch and computes the values of the evaluation, such as `loss`, instead of `loss` and
+            `batch_loss`.
+        layers: names or patterns of modules which, called in order on each other's output, are the model, such as
+            `["embed", "layers.*", "norm", "head"]`: where `parallel.pipeline` cuts it. The default is the children of
+            an `nn.Sequential`.
+        tensor_plan: how `parallel.tensor` cuts modules: words such as `colwise` and `rowwise` by names or patterns, as
+            in Hugging Face's `base_model_tp_plan`. The default is the model's own plan, or that of its kind of layers.
+        experts: names or patterns of the `spark_dl.nn.MoE` layers whose experts `parallel.experts` divides among ranks,
+            such as `["layers.*.moe"]`. The default is all of them.
+        set_position: called with the model and a `Position` before every step and before every validation.
     """
 
     build: Callable[[], nn.Module]
@@ -146,22 +147,24 @@ class ModelSpec:
 
         The methods `training_step`, `validation_step`, `configure_optimizers`, `forward` and `predict_step` are used.
 
-        module: a function or a class that is called without arguments and builds the module, on every rank, after
-            seeding, and once here, to check it; or a module, of which every rank trains a copy, with its weights.
-        batch: called with the columns of the true rows and `weight`; returns the argument `batch` of the steps. The
-            default is the tuple of the columns: features, label, `data.labels`; for `predict_step`, of the features.
-
-        ignore_hooks: names of overridden methods that may be left out, because spark_dl does not call them.
-        functions: `transform`, `augment`, `predict`, `metrics` and `count` of the spec.
-
         `training_step` must return the mean loss over the rows of its batch, or over what `count` returns. What it logs
         is not kept: spark_dl logs the loss. What `validation_step` returns is averaged over the rows, or over what
         `count` returns, as `loss`, and what it logs for the epoch are metrics, combined over all rows and ranks as
         Lightning does. Without `validation_step`, `loss` is that of `training_step`. In the steps, `self.trainer` has
         only the epoch, the step and the rank.
 
-        Raises ValueError for manual optimization, several optimizers or schedulers, and overridden methods that
-        spark_dl does not call.
+        Args:
+            module: a function or a class that is called without arguments and builds the module, on every rank, after
+                seeding, and once here, to check it; or a module, of which every rank trains a copy, with its weights.
+            batch: called with the columns of the true rows and `weight`; returns the argument `batch` of the steps. The
+                default is the tuple of the columns: features, label, `data.labels`; for `predict_step`, of the
+                features.
+            ignore_hooks: names of overridden methods that may be left out, because spark_dl does not call them.
+            functions: `transform`, `augment`, `predict`, `metrics` and `count` of the spec.
+
+        Raises:
+            ValueError: For manual optimization, several optimizers or schedulers, and overridden methods that spark_dl
+                does not call.
         """
         from spark_dl.lightning.module import spec_fields
 
@@ -210,7 +213,11 @@ class ModelSpec:
     def prepare(self, batch: Batch, key: Sequence[int] = (), *, augment_seed: int | None = None) -> Batch:
         """Applies `transform` and, with a seed, `augment`. Called in threads of the loader.
 
-        key: unique key of the batch. Raises ValueError for a result that is not a mapping of names to tensors.
+        Args:
+            key: unique key of the batch.
+
+        Raises:
+            ValueError: For a result that is not a mapping of names to tensors.
         """
         out = batch if self.transform is None else self._checked("transform", self.transform(batch), batch)
         if self.augment is not None and augment_seed is not None:
@@ -237,7 +244,8 @@ class ModelSpec:
     def output(self, model: nn.Module, batch: Batch, inputs: tuple[str, ...] | Assembled) -> Output:
         """Computes the model's output for a batch. Called on a rank, or in a task of `predict`.
 
-        inputs: the features as the model gets them, `Config.inputs`.
+        Args:
+            inputs: the features as the model gets them, `Config.inputs`.
         """
         return self.forward(model, batch) if self.forward else model(*_arguments(batch, inputs))
 

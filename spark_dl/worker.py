@@ -51,9 +51,10 @@ def main(
 ) -> RankResult:
     """Trains or evaluates as one rank of a run. Collective: called on every rank.
 
-    task: `train` or `evaluate`.
-    rows: with `shards.storage` "local", the rows that are streamed to this task; they replace `run.train`.
-    columns: the columns of `rows`.
+    Args:
+        task: `train` or `evaluate`.
+        rows: with `shards.storage` "local", the rows that are streamed to this task; they replace `run.train`.
+        columns: the columns of `rows`.
     """
     config = run.config
     with (
@@ -92,8 +93,9 @@ def call(
     process group itself, if it needs one: `torch.distributed.init_process_group()`. It can do so several times.
     A function that calls `sys.exit(0)` returns None.
 
-    rows: rows that are streamed to this task, the first argument of the function, as a `RankRows`.
-    columns, settings: the columns of `rows`, and how they are stored and read.
+    Args:
+        rows: rows that are streamed to this task, the first argument of the function, as a `RankRows`.
+        columns, settings: the columns of `rows`, and how they are stored and read.
     """
     # The ranks of a training need none of these.
     from spark_dl.launch.backends import checked_backends

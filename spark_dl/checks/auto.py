@@ -80,7 +80,8 @@ def probe(spark: Any, launch: Launch, *, description: str) -> Probed:
 def fit_slowest(points: Sequence[Sequence[Sequence[float]]]) -> Network | None:
     """Returns the network that fits what the ranks measured; None without measurements. Pure.
 
-    points: of each rank, (ranks, bytes, seconds) for each size. Of all ranks, the slowest counts.
+    Args:
+        points: of each rank, (ranks, bytes, seconds) for each size. Of all ranks, the slowest counts.
     """
     if not points:
         return None
@@ -202,7 +203,8 @@ def _mesh_of(saved: Saved | None, config: Config) -> Config | None:
 def with_plan(config: Config, plan: Plan, units: Sequence[int]) -> Config:
     """Returns the settings of a run with a plan, and logs them. Raises ValueError as `Config` does.
 
-    units: number of the model's layers in each layer of the profile.
+    Args:
+        units: number of the model's layers in each layer of the profile.
     """
     found = page.settings(plan)
     own = {key: value for key, value in found["parallel"].items() if key != "strategy"}

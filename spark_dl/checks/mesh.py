@@ -23,9 +23,12 @@ def fit_mesh(spec: ModelSpec, train: ShardSet | Mixture, config: Config, saved: 
     """Returns the settings with the number of layers of each stage, if the mesh has a pipeline. Called on the driver.
     Builds the model if the mesh cuts it.
 
-    saved: the checkpoint to resume, whose stages are used again if they are as many.
-    Raises ValueError if the layers do not give the output of the model, or cannot be cut as the settings say, and
-    if a rank would have no parameter to train.
+    Args:
+        saved: the checkpoint to resume, whose stages are used again if they are as many.
+
+    Raises:
+        ValueError: If the layers do not give the output of the model, or cannot be cut as the settings say, and if a
+            rank would have no parameter to train.
     """
     mesh = config.parallel
     if not isinstance(mesh, Mesh) or mesh.model == mesh.experts == 1:

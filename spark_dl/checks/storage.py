@@ -133,7 +133,9 @@ def check_dtypes(spec: ModelSpec, columns: Sequence[Column], config: Config) -> 
 
     Called on the driver. Builds the model and computes a step with two rows of zeros, but only if a feature is float64
     or float16, or a label is neither float32 nor int64. Other errors of the step are left to the ranks.
-    columns: the columns that are read.
+
+    Args:
+        columns: the columns that are read.
     """
     dtypes = {c.name: c.dtype for c in cast_columns(columns, config.data.cast)}
     features = [name for name in config.data.features if dtypes[name] in ("float64", "float16")]

@@ -119,8 +119,9 @@ def parse(
 ) -> Job:
     """Reads the command line and `--config` files. Ends the process with exit code 2 on wrong usage.
 
-    options: options of this job, name -> (type, default, help). A bool is a flag.
-    exclusive: pairs of options of which at most one may be set.
+    Args:
+        options: options of this job, name -> (type, default, help). A bool is a flag.
+        exclusive: pairs of options of which at most one may be set.
     """
     own = {
         **options,
@@ -206,7 +207,9 @@ def read_datasets(spark: Any, source: Input, mixed: Iterable[str] = ()) -> dict[
     """Reads the datasets of a job, by name: `train`, `validation`, `test`. Called on the driver.
 
     Datasets of `input.datasets` are URLs, which `train` and `evaluate` open.
-    mixed: names of the datasets that are mixed for training, instead of `train`.
+
+    Args:
+        mixed: names of the datasets that are mixed for training, instead of `train`.
     """
     if source.datasets:
         return dict(source.datasets)
@@ -240,9 +243,11 @@ def run(
 ) -> NoReturn:
     """Runs a job, prints its result as one JSON object in the last line of standard output, and exits.
 
-    is_success: whether a result is one of success; otherwise the exit code is 1.
     Exit codes: 0 success; 1 failure, with the error on standard error; 2 for a UsageError, as `parse` has it; 130 after
     SIGINT, 143 after SIGTERM.
+
+    Args:
+        is_success: whether a result is one of success; otherwise the exit code is 1.
     """
     received: list[int] = []
 

@@ -88,7 +88,8 @@ def lines_of(event: Event) -> list[str]:
 def show_output(event: Event, write: Callable[[str, Any], None] | None = None) -> None:
     """Shows an `output` event, on the stream of the driver that the rank has written to. Ignores other events.
 
-    write: called with each line and the stream; writes and ends the line. The default is `print`.
+    Args:
+        write: called with each line and the stream; writes and ends the line. The default is `print`.
     """
     if event["kind"] != "output":
         return

@@ -114,7 +114,8 @@ def listed(names: Sequence[str], show: Callable[[str], str] = repr, most: int = 
 def missing_on_executors(error: str) -> str | None:
     """Returns the message for a Spark job that failed because a package is missing on executors, or None.
 
-    error: Spark's message.
+    Args:
+        error: Spark's message.
     """
     found = re.search(r"No module named '?((?:spark_dl|torch|numpy|pandas|pyarrow)[\w.]*)", error)
     if not found and re.search(r"(?:Can't get attribute .* on <module|cannot import name .* from) 'spark_dl", error):

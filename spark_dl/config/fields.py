@@ -16,7 +16,8 @@ _MAY_CHANGE, _OF_CALLER = "may_change", "of_caller"
 def may_change(default: Any) -> Any:
     """Declares a field that can change on resume, because it does not affect the steps trained so far.
 
-    default: the default value, or a factory such as `dict`.
+    Args:
+        default: the default value, or a factory such as `dict`.
     """
     return _marked(default, _MAY_CHANGE)
 
@@ -25,7 +26,9 @@ def of_caller(default: Any, *, fixed: bool = False) -> Any:
     """Declares a field that says where to write or to connect, what proves who somebody is, or what may be sent.
 
     The caller alone says so: the values of settings that were read from a checkpoint are not used (`as_read`).
-    fixed: whether it must not change on resume.
+
+    Args:
+        fixed: whether it must not change on resume.
     """
     return _marked(default, _OF_CALLER, *([] if fixed else [_MAY_CHANGE]))
 

@@ -178,7 +178,8 @@ def _read_yaml(text: str) -> Any:
 def build_layers(layers: Iterable[Layer], more: Mapping[str, Any] | None = None) -> tuple[Config, dict[str, Any]]:
     """Returns the settings of layers, and the values of other keys that the layers have.
 
-    more: types of the other keys, and dataclasses of other sections. Raises ValueError as `load_config` does.
+    Args:
+        more: types of the other keys, and dataclasses of other sections. Raises ValueError as `load_config` does.
     """
     layers, more = list(layers), more or {}
     strategy = _strategy_of(layers)

@@ -143,12 +143,13 @@ class Stream:
 class Plan:
     """The order of the rows of a dataset, for all epochs.
 
-    group_rows: rows of each row group, in the order of the dataset. # (row groups,)
-    window_rows: size of the shuffle window over all streams. Each stream has an equal share of it, and at least one
-        segment.
-    parts: number of row groups on the disk of each rank, with local storage; by default every rank can read all.
-    row_bytes: mean size of a row in each row group, if rows have different sizes. # (row groups,)
-    window_bytes: with `row_bytes`, maximum size of the shuffle window over all streams.
+    Args:
+        group_rows: rows of each row group, in the order of the dataset. # (row groups,)
+        window_rows: size of the shuffle window over all streams. Each stream has an equal share of it, and at least one
+            segment.
+        parts: number of row groups on the disk of each rank, with local storage; by default every rank can read all.
+        row_bytes: mean size of a row in each row group, if rows have different sizes. # (row groups,)
+        window_bytes: with `row_bytes`, maximum size of the shuffle window over all streams.
     """
 
     group_rows: Ints
@@ -288,7 +289,8 @@ def windows_from(stream: Stream, row: int) -> Iterator[tuple[Window, int]]:
 def rows_held_out(group_rows: npt.ArrayLike, fraction: float, fold: int | None = None) -> Ints:
     """Returns the number of validation rows of each row group: `round(fraction * rows)` in total, spread evenly.
 
-    fold: with a fraction of 1/k, the fold of k folds: the rows at the positions `fold`, `fold + k` and so on.
+    Args:
+        fold: with a fraction of 1/k, the fold of k folds: the rows at the positions `fold`, `fold + k` and so on.
     """
     ends = np.concatenate([[0], np.cumsum(np.asarray(group_rows, dtype=np.int64))])
     rows, total = int(ends[-1]), round(fraction * int(ends[-1]))
@@ -316,7 +318,8 @@ def check_held_out(rows: int, fraction: float, fold: int | None = None) -> None:
 def split_rows(rows: int, held_out: slice, seed: int, row_group: int) -> tuple[Ints, Ints]:
     """Returns the training and the validation rows of a row group, chosen at random.
 
-    held_out: the validation rows, in a random order of the rows. # two arrays, both sorted, together (rows,)
+    Args:
+        held_out: the validation rows, in a random order of the rows. # two arrays, both sorted, together (rows,)
     """
     order = np.random.default_rng((seed, row_group, 0x51)).permutation(rows)
     return np.sort(np.delete(order, held_out)), np.sort(order[held_out])

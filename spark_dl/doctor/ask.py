@@ -27,9 +27,11 @@ _MOST_RANKS = 8
 def ask_ranks(spark: Any, launch: Launch, folder: str, *, reap: bool) -> list[dict[str, Any]]:
     """Returns what the ranks tell. Called on the driver.
 
-    folder: that all ranks must be able to write to; empty to leave this out. reap: as of `diagnose`.
-
     Raises ValueError and RuntimeError as `run_barrier` does, and RuntimeError if the ranks do not answer in time.
+
+    Args:
+        folder: that all ranks must be able to write to; empty to leave this out.
+        reap: as of `diagnose`.
     """
     n, mark = launch.num_ranks, uuid.uuid4().hex
     probes = [storage.join(folder, f"probe-doctor-{mark}-{task}") for task in range(n)] if folder else []

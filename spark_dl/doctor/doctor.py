@@ -45,14 +45,15 @@ def diagnose(
     all pairs of ranks with their rates, GPUs, clocks, disks, shared memory and limits of the hosts, what dead runs have
     left on them and on the driver's, and whether all of them can use the run folder. Nothing is changed without `reap`.
 
-    config: of the run; of its settings, those of `launch` matter.
-    run_dir: folder or URL of the run, which all hosts must be able to write to. By default it is not checked.
-    spark: the session; by default that of this thread or of the process.
+    Args:
+        config: of the run; of its settings, those of `launch` matter.
+        run_dir: folder or URL of the run, which all hosts must be able to write to. By default it is not checked.
+        spark: the session; by default that of this thread or of the process.
+        reap: whether to end the processes that dead ranks have left on the hosts, and to delete temporary folders whose
+            processes are dead. Only those of the same user are ended and deleted, and only what spark_dl has made.
 
-    reap: whether to end the processes that dead ranks have left on the hosts, and to delete temporary folders whose
-        processes are dead. Only those of the same user are ended and deleted, and only what spark_dl has made.
-
-    Raises RuntimeError if there is no session. What is wrong is in the result.
+    Raises:
+        RuntimeError: If there is no session. What is wrong is in the result.
     """
     start, launch = time.perf_counter(), (config or Config()).launch
     spark = find_session(None, spark)

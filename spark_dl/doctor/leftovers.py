@@ -41,8 +41,10 @@ def look(*, reap: bool, folders: Sequence[str] | None = None, limit_s: float = L
     """Returns what is left: `found`, with `name` and `done` of each, and `is_complete`.
 
     `done` is `found`; with `reap` it is `ended`, `deleted`, or what has prevented it.
-    folders: below which to look for folders; by default those of Spark and of temporary files.
-    limit_s: after which to return, even if a disk does not answer. Then what was begun goes on in a thread.
+
+    Args:
+        folders: below which to look for folders; by default those of Spark and of temporary files.
+        limit_s: after which to return, even if a disk does not answer. Then what was begun goes on in a thread.
     """
     found: list[dict[str, str]] = []
 

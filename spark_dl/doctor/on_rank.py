@@ -141,10 +141,13 @@ def examine(
 ) -> RankResult:  # fmt: skip
     """Returns the facts of this rank. Collective.
 
-    probes: for each rank a file in the folder that all ranks must write to; empty to leave this out.
-    secret: of the connections. timeout_s: of the driver's answer. device: `launch.device`.
-    files_s: how long to wait for a disk or the folder, which may never answer.
-    reap: whether to end and delete what dead runs have left. The first rank of each host does it.
+    Args:
+        probes: for each rank a file in the folder that all ranks must write to; empty to leave this out.
+        secret: of the connections.
+        timeout_s: of the driver's answer.
+        device: `launch.device`.
+        files_s: how long to wait for a disk or the folder, which may never answer.
+        reap: whether to end and delete what dead runs have left. The first rank of each host does it.
     """
     from pyspark import BarrierTaskContext
 

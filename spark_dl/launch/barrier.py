@@ -169,7 +169,8 @@ class StartCheck:
     def check(self, known: Known, *, is_failing: bool) -> None:
         """Raises RuntimeError if ranks have not started in time, RankError if one does not come to meet the others.
 
-        is_failing: whether a rank has failed, so that others need not come.
+        Args:
+            is_failing: whether a rank has failed, so that others need not come.
         """
         if not self.all_run:
             self._check_started()
@@ -254,23 +255,26 @@ def run_barrier(
     Returns the results by rank. When this function raises, it has cancelled the job, and waited up to 30 s for its end.
     If the job has not ended then, a warning says so.
 
-    call: a function and its arguments. Ranks call it with `report`, which sends events to `on_event`, besides.
-    description: of the job, in Spark's UI.
-    on_event: called in the driver's thread with the events of the ranks, while they run. Over Spark Connect, where
-        ranks cannot connect to the driver, it gets the events that `poll` returns.
-    on_ask: called in the driver's thread with each question of a rank (`Reporter.ask`); returns answers by task, also
-        to earlier questions of other ranks. Not over Spark Connect.
-    source: a DataFrame with one partition per rank. The call gets the rows of the rank: `rows`, a `TaskInput`.
-    env: environment variables of the user for the ranks, set when the function is called.
-    begin: called after all checks of the call, before its job is started; returns further variables of the ranks, which
-        are set when the function is called.
-    attempt: with the hosts to leave out. After a failure, the cluster has `launch.start_timeout_s` to replace lost
-        executors.
-    limit_s: how long the ranks may run, from the start of the last one.
+    Args:
+        call: a function and its arguments. Ranks call it with `report`, which sends events to `on_event`, besides.
+        description: of the job, in Spark's UI.
+        on_event: called in the driver's thread with the events of the ranks, while they run. Over Spark Connect, where
+            ranks cannot connect to the driver, it gets the events that `poll` returns.
+        on_ask: called in the driver's thread with each question of a rank (`Reporter.ask`); returns answers by task,
+            also to earlier questions of other ranks. Not over Spark Connect.
+        source: a DataFrame with one partition per rank. The call gets the rows of the rank: `rows`, a `TaskInput`.
+        env: environment variables of the user for the ranks, set when the function is called.
+        begin: called after all checks of the call, before its job is started; returns further variables of the ranks,
+            which are set when the function is called.
+        attempt: with the hosts to leave out. After a failure, the cluster has `launch.start_timeout_s` to replace lost
+            executors.
+        limit_s: how long the ranks may run, from the start of the last one.
 
-    Raises ValueError for a call that cannot be pickled and for input that the ranks refuse, RuntimeError if the cluster
-    cannot run the job or does not start it within `launch.start_timeout_s`, RankError if a rank fails, TimeoutError if
-    the ranks run for longer than `limit_s`.
+    Raises:
+        ValueError: For a call that cannot be pickled and for input that the ranks refuse.
+        RuntimeError: If the cluster cannot run the job or does not start it within `launch.start_timeout_s`.
+        RankError: If a rank fails.
+        TimeoutError: If the ranks run for longer than `limit_s`.
     """
     check_env(env or {})
     if not attempt.number:
@@ -338,7 +342,8 @@ def _results(job: RankJob, num_ranks: int, on_event: Callable[[Event], None] | N
 class _Watch:
     """Waits for the end of a job, and passes events on. Raises the root cause if the job fails.
 
-    poll: returns further events; None if there is a listener.
+    Args:
+        poll: returns further events; None if there is a listener.
     """
 
     def __init__(

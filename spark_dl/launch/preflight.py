@@ -162,14 +162,18 @@ def _active(spark: Any) -> Iterator[None]:
 def check(spark: Any, launch: Launch, *, at_once: bool = True, executors_wait_s: float | None = None) -> Any:
     """Checks that ranks can run. Returns the resource profile of their stage, if it needs one.
 
-    Raises ValueError for an unsupported Spark setting and for GPUs that ranks cannot get, RuntimeError for too few
-    slots.
-
-    at_once: whether all ranks run at the same time, as in a barrier stage. Tasks of other stages can wait for a slot.
-    executors_wait_s: how long to wait for the next executor; by default 10 s, and for the first of an application
-        `launch.start_timeout_s`.
     Spark itself checks the slots 40 times every 15 s (`spark.scheduler.barrier.maxConcurrentTasksCheck.*`) without a
     message. This check takes seconds.
+
+    Args:
+        at_once: whether all ranks run at the same time, as in a barrier stage. Tasks of other stages can wait for a
+            slot.
+        executors_wait_s: how long to wait for the next executor; by default 10 s, and for the first of an application
+            `launch.start_timeout_s`.
+
+    Raises:
+        ValueError: For an unsupported Spark setting and for GPUs that ranks cannot get.
+        RuntimeError: For too few slots.
     """
     if at_once and _conf(spark, "spark.dynamicAllocation.enabled") == "true":
         raise ValueError(
@@ -269,8 +273,10 @@ def check_log_dir(launch: Launch) -> None:
 def check_slots(spark: Any, launch: Launch, profile: Any = None, wait_s: float | None = None) -> None:
     """Raises RuntimeError if the cluster has fewer task slots than ranks, ValueError if no executor has one.
 
-    profile: the resources of a rank. wait_s: how long to wait for the next executor. By default it is 10 s; the first
-        executor of an application may take `launch.start_timeout_s`, as a cluster may have to make room for it.
+    Args:
+        profile: the resources of a rank.
+        wait_s: how long to wait for the next executor. By default it is 10 s; the first executor of an application may
+            take `launch.start_timeout_s`, as a cluster may have to make room for it.
     """
     num_ranks = launch.num_ranks
     slots, since = num_slots(spark, profile), time.monotonic()

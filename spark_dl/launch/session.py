@@ -28,13 +28,13 @@ _DEFAULTS = {
 def build_session(name: str, *, master: str | None = None, conf: Mapping[str, str] | None = None) -> Any:
     """Returns the session of `spark-submit` or the notebook, or starts one. Called on the driver.
 
-    master: a master URL, or `sc://host:port` for Spark Connect. The default is Spark's setting, else `local[*]`.
-
-    conf: Spark settings. They override the settings of `spark-submit` and of properties files, which override the
-        defaults of this function. Ignored for Spark Connect, with a warning, as the server has its own settings.
-
     Executors run the driver's Python unless PYSPARK_PYTHON or `spark.pyspark.python` sets another one. The environment
     of the driver is as before when this function returns.
+
+    Args:
+        master: a master URL, or `sc://host:port` for Spark Connect. The default is Spark's setting, else `local[*]`.
+        conf: Spark settings. They override the settings of `spark-submit` and of properties files, which override the
+            defaults of this function. Ignored for Spark Connect, with a warning, as the server has its own settings.
     """
     unset = [key for key in ("PYSPARK_PYTHON", "SPARK_HOME") if key not in os.environ]
     try:
@@ -85,8 +85,12 @@ def _build_session(name: str, master: str | None, conf: dict[str, str]) -> Any:
 def find_session(data: Any = None, spark: Any = None) -> Any:
     """Returns `spark`, else the session of a DataFrame, else that of this thread, else that of the process.
 
-    data: a DataFrame, a mapping of names to data, or other data, which has no session.
-    Raises ValueError if `spark` is no session, and in a task; RuntimeError if there is none.
+    Args:
+        data: a DataFrame, a mapping of names to data, or other data, which has no session.
+
+    Raises:
+        ValueError: If `spark` is no session, and in a task.
+        RuntimeError: If there is none.
     """
     if spark is not None:
         if not hasattr(spark, "createDataFrame"):

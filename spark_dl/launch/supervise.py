@@ -47,14 +47,16 @@ def run_attempts(
 ) -> T:
     """Calls `attempt` until one succeeds, and returns its result. Called on the driver.
 
-    default_restarts: what `launch.max_restarts` is with "auto".
-    on_restart: called before each restart, with the error and the number of restarts so far.
-    advice: called before the last error is raised, which ends with the returned text.
     Raises the RankError of the last attempt, which has the errors of those before it, if it is not worth another one
     (`reason_to_stop`), or if the attempt after it ends with an error of the driver, such as a full disk of the run
     folder or a Spark that has ended, which is its cause then. Before a failure of a rank, errors of the driver are
     raised as they are. So are, at any time, an interrupt and exceptions of other classes than those of Python and of
     Spark, as of an `on_event`.
+
+    Args:
+        default_restarts: what `launch.max_restarts` is with "auto".
+        on_restart: called before each restart, with the error and the number of restarts so far.
+        advice: called before the last error is raised, which ends with the returned text.
     """
     max_restarts = default_restarts if launch.max_restarts == "auto" else launch.max_restarts
     failures: list[RankError] = []
@@ -128,10 +130,15 @@ def fit_ranks(
     """Returns the settings with the number of ranks that the cluster can run now. Called on the driver.
 
     Without `launch.min_ranks`, or if the number of slots is unknown, they stay as they are.
-    most: the ranks that were asked for. wait_s: how long to wait for their slots; for those of the fewest ranks it is
-        `launch.start_timeout_s`, and then the call that starts the ranks says what is missing.
-    left_out: hosts whose slots do not count, if the others have slots for the fewest ranks.
-    Raises ValueError if the other settings allow no number of ranks in the range that has slots.
+
+    Args:
+        most: the ranks that were asked for.
+        wait_s: how long to wait for their slots; for those of the fewest ranks it is `launch.start_timeout_s`, and then
+            the call that starts the ranks says what is missing.
+        left_out: hosts whose slots do not count, if the others have slots for the fewest ranks.
+
+    Raises:
+        ValueError: If the other settings allow no number of ranks in the range that has slots.
     """
     launch = config.launch
     if launch.min_ranks is None or config.parallel.by_spark:
@@ -172,7 +179,8 @@ def _largest(config: Config, fewest: int, most: int) -> Config:
 def check_growth(spark: Any, config: Config, most: int, left_out: Collection[str] = ()) -> None:
     """Raises MoreSlotsError if the cluster can run more ranks now than those that run. Called at a checkpoint.
 
-    left_out: as in `fit_ranks`.
+    Args:
+        left_out: as in `fit_ranks`.
     """
     if config.launch.min_ranks is None or config.launch.num_ranks >= most or config.parallel.by_spark:
         return

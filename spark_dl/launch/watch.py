@@ -45,7 +45,9 @@ class Listener:
     ):  # fmt: skip
         """Listens on a free port of `bind_host`. `public_host` is the host name for executors, by default the same.
 
-        num_ranks: number of ranks that meet here. meeting_s: how long the first one waits for the others.
+        Args:
+            num_ranks: number of ranks that meet here.
+            meeting_s: how long the first one waits for the others.
         """
         self._meeting = _Meeting(num_ranks, meeting_s)
         self.events: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -158,7 +160,8 @@ class Listener:
 def listen(spark: Any, num_ranks: int, *, meeting_s: float | None = None) -> Listener:
     """Returns a listener on the bind address of Spark's driver, with the driver's host name for executors.
 
-    meeting_s: how long the ranks wait for each other, if they cannot meet elsewhere.
+    Args:
+        meeting_s: how long the ranks wait for each other, if they cannot meet elsewhere.
     """
     conf = spark.sparkContext.getConf()
     public = conf.get("spark.driver.host").strip("[]")  # Spark writes IPv6 addresses in brackets

@@ -40,7 +40,9 @@ def training_loss(model: nn.Module, batch: Batch, *, make_batch: MakeBatch) -> T
 class ModuleEvaluation:
     """The evaluation of a LightningModule (`ModelSpec.evaluation`): the loss, and what `validation_step` logs.
 
-    step: name of the method. What `training_step` logs is not kept. count: `ModelSpec.count`, what its loss is over.
+    Args:
+        step: name of the method. What `training_step` logs is not kept.
+        count: `ModelSpec.count`, what its loss is over.
     """
 
     def __init__(

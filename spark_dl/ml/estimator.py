@@ -36,27 +36,23 @@ if TYPE_CHECKING:
 class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable["TorchEstimator"]):
     """Trains a model on the columns of a DataFrame. `fit` is `spark_dl.train`.
 
-    spec: the model, or only the function that builds it. config: settings; the params that are set override them.
-
-    featuresCol: a vector column, an array column, or a list of columns, each of which is an argument of the model.
-        Doubles become float32; `data.cast` of `config` sets other dtypes.
-
-    labelCol: the label keeps its dtype. labelCols: several labels; the loss then gets the whole batch.
-
-    weightCol, validationIndicatorCol: the weight of each row; a boolean column, true for validation rows.
-
-    numRanks, epochs, globalBatchSize, lr, seed: the settings of these names in `config`. settings: any settings by key,
-    such as `{"train.optimizer": "Adam"}`. All of them can be in a parameter grid.
-
-    runDir: folder or URL for the runs, by default `runs` in the working directory. The checkpoints stay there.
-
-    saveFormat: how models are saved, `weights` or `export`, as in `spark_dl.save_model`.
-
-    parallelTrials: number of models that `CrossValidator` and `TrainValidationSplit` train at the same time, each on
-        `numRanks` ranks, in one barrier job for all param maps. The default, 1, is a job for each of them.
-
     The model adds the columns of `spec.predict`, for any number of outputs. With `train.early_stop_metric`, it is that
     of the best epoch, else that of the last one.
+
+    Args:
+        spec: the model, or only the function that builds it.
+        config: settings; the params that are set override them.
+        featuresCol: a vector column, an array column, or a list of columns, each of which is an argument of the model.
+            Doubles become float32; `data.cast` of `config` sets other dtypes.
+        labelCol: the label keeps its dtype.
+        labelCols: several labels; the loss then gets the whole batch.
+        weightCol, validationIndicatorCol: the weight of each row; a boolean column, true for validation rows.
+        numRanks, epochs, globalBatchSize, lr, seed: the settings of these names in `config`.
+        settings: any settings by key, such as `{"train.optimizer": "Adam"}`. All of them can be in a parameter grid.
+        runDir: folder or URL for the runs, by default `runs` in the working directory. The checkpoints stay there.
+        saveFormat: how models are saved, `weights` or `export`, as in `spark_dl.save_model`.
+        parallelTrials: number of models that `CrossValidator` and `TrainValidationSplit` train at the same time, each
+            on `numRanks` ranks, in one barrier job for all param maps. The default, 1, is a job for each of them.
     """
 
     _model = TorchModel

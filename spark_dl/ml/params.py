@@ -137,7 +137,8 @@ class TorchParams(HasFeaturesCol, HasLabelCol, HasWeightCol, HasValidationIndica
     def build_config(self, base: Config, schema: StructType, label_dtype: str | None) -> Config:
         """Returns the settings of a fit: those of `base`, and the params that are set.
 
-        label_dtype: dtype of the label in batches; None keeps that of the column.
+        Args:
+            label_dtype: dtype of the label in batches; None keeps that of the column.
         """
         settings = self.getSettings()
         own = {key: self.getOrDefault(name) for name, key in _SETTINGS.items() if self.isSet(self.getParam(name))}

@@ -37,8 +37,9 @@ class Peers:
 
         A forward and a backward pass each send the tokens that leave this rank twice.
 
-        experts: this rank's experts, called with tokens sorted by expert, and their number for each expert.
-        tokens, counts: sorted by expert, over all experts. # [tokens, width], [num_experts] int64
+        Args:
+            experts: this rank's experts, called with tokens sorted by expert, and their number for each expert.
+            tokens, counts: sorted by expert, over all experts. # [tokens, width], [num_experts] int64
         """
         ranks = self.group.size()
         received = torch.empty_like(counts)
@@ -130,11 +131,12 @@ class Router(nn.Module):
 class FeedForward(nn.Module):
     """Feed-forward networks of two matrices without biases, one network per expert.
 
-    num_experts: number of networks.
-    width: size of a token.
-    hidden: size of the layer between the two matrices. The default is 4 times `width`.
-    activation: function of the hidden layer.
-    gated: multiply the hidden layer by a further matrix, as in SwiGLU (Shazeer 2020, arXiv:2002.05202).
+    Args:
+        num_experts: number of networks.
+        width: size of a token.
+        hidden: size of the layer between the two matrices. The default is 4 times `width`.
+        activation: function of the hidden layer.
+        gated: multiply the hidden layer by a further matrix, as in SwiGLU (Shazeer 2020, arXiv:2002.05202).
     """
 
     def __init__(
@@ -200,30 +202,28 @@ class MoE(nn.Module):
     No token is dropped, unless `capacity_factor` is set. With the strategy `mesh` and `parallel.experts`, ranks have
     different experts and exchange tokens; everywhere else each rank has all experts. The results are the same.
 
-    width: size of a token, the last axis of the input and of the output.
-    num_experts: number of experts.
-    top_k: number of experts of each token.
-    hidden, activation, gated: see `FeedForward`, the default for the experts.
+    Args:
+        width: size of a token, the last axis of the input and of the output.
+        num_experts: number of experts.
+        top_k: number of experts of each token.
+        hidden, activation, gated: see `FeedForward`, the default for the experts.
+        experts: the experts, if they are not a `FeedForward`: a module without buffers, whose parameters all have a
+            leading axis of `num_experts`. It is called with tokens sorted by expert, [tokens, width], and the number of
+            tokens of each expert, [experts], and returns the outputs, [tokens, width]. With `parallel.experts`, its
+            parameters have the experts of one rank.
+        score: how the router turns its values into scores.
+        balance: what keeps the experts equally busy. `bias`: a bias for the choice of experts, which changes by
+            `bias_rate` after each optimizer step, from the tokens of all ranks in that step (Wang et al. 2024,
+            arXiv:2408.15664). It has no gradient, so it does not disturb the loss. `loss`: an auxiliary loss with the
+            factor `loss_weight` (Fedus et al. 2021, arXiv:2101.03961, equation 4), from the tokens of all ranks in a
+            micro-batch. `none`: nothing.
+        capacity_factor: in training, an expert takes at most this many times its equal share of the tokens of a
+            micro-batch on one rank, rounded up. First choices come before second ones, and earlier tokens before later
+            ones. The others are dropped: the expert adds nothing to their output. Results then depend on the number of
+            ranks. In evaluation mode nothing is dropped.
 
-    experts: the experts, if they are not a `FeedForward`: a module without buffers, whose parameters all have a
-        leading axis of `num_experts`. It is called with tokens sorted by expert, [tokens, width], and the number of
-        tokens of each expert, [experts], and returns the outputs, [tokens, width]. With `parallel.experts`, its
-        parameters have the experts of one rank.
-
-    score: how the router turns its values into scores.
-
-    balance: what keeps the experts equally busy. `bias`: a bias for the choice of experts, which changes by
-        `bias_rate` after each optimizer step, from the tokens of all ranks in that step (Wang et al. 2024,
-        arXiv:2408.15664). It has no gradient, so it does not disturb the loss. `loss`: an auxiliary loss with the
-        factor `loss_weight` (Fedus et al. 2021, arXiv:2101.03961, equation 4), from the tokens of all ranks in a
-        micro-batch. `none`: nothing.
-
-    capacity_factor: in training, an expert takes at most this many times its equal share of the tokens of a
-        micro-batch on one rank, rounded up. First choices come before second ones, and earlier tokens before later
-        ones. The others are dropped: the expert adds nothing to their output. Results then depend on the number of
-        ranks. In evaluation mode nothing is dropped.
-
-    Raises ValueError for arguments that do not fit each other.
+    Raises:
+        ValueError: For arguments that do not fit each other.
     """
 
     row_weight: Tensor | None = None
@@ -279,8 +279,10 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Computes the outputs of all tokens. Collective in the ranks with the other experts.
 
-        mask: which tokens pass through the layer, as bool; the output of the others is 0. For padded sequences.
         # x: [rows, ..., width], mask: [rows, ...] -> [rows, ..., width]
+
+        Args:
+            mask: which tokens pass through the layer, as bool; the output of the others is 0. For padded sequences.
         """
         if not x.ndim or x.shape[-1] != self.width:
             raise ValueError(f"MoE: expected an input [..., width={self.width}], found the shape {tuple(x.shape)}")
@@ -375,7 +377,8 @@ class MoE(nn.Module):
     def update_bias(self, counts: Tensor) -> None:
         """Changes the bias of the choice, after an optimizer step. Does nothing without `balance` "bias".
 
-        counts: how often all ranks chose each expert in the step. # [num_experts]
+        Args:
+            counts: how often all ranks chose each expert in the step. # [num_experts]
         """
         if self.balance == "bias":
             self.router.update_bias(counts, self.bias_rate)
@@ -411,7 +414,9 @@ def add_auxiliary_losses(model: nn.Module, losses: Tensor, count: Callable[[], T
 
     An auxiliary loss is a mean over the batch, so it is added as often as the batch counts in the mean loss, which is
     once per true row. What divides the sum of losses, or scales it, then does the same to the auxiliary losses.
-    count: returns that number. # losses: scalar
+
+    Args:
+        count: returns that number. # losses: scalar
     """
     for module in model.modules():
         if isinstance(module, MoE) and module.auxiliary_loss is not None:

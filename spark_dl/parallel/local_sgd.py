@@ -170,7 +170,8 @@ class _LocalSgd:
 def average_weights(model: nn.Module, share: float) -> None:
     """Replaces a model's trained parameters and buffers by their weighted mean over the ranks. Collective.
 
-    share: weight of this rank. The weights of all ranks add up to 1. Integer buffers stay as they are.
+    Args:
+        share: weight of this rank. The weights of all ranks add up to 1. Integer buffers stay as they are.
     """
     _average([p.detach() for p in model.parameters() if p.requires_grad], share, torch.float32)
     # In float64, buffers that are equal on all ranks, such as tables of constants, keep their exact values.

@@ -124,7 +124,8 @@ def count_of(spec: ModelSpec, batch: Batch, config: Config) -> Tensor:
 def counts_elements(spec: ModelSpec, config: Config, columns: Sequence[Column]) -> bool:
     """Whether the mean loss is over something else than rows, so that ranks must sum it in each step.
 
-    columns: those of the batches. Depends on nothing that differs between ranks.
+    Args:
+        columns: those of the batches. Depends on nothing that differs between ranks.
     """
     is_ragged = any(c.name == config.data.label and c.is_ragged for c in columns) and config.loader.ragged == "pad"
     has_weights = isinstance(spec.loss, _OF_CLASSES) and not _is_plain(spec.loss)
@@ -289,7 +290,9 @@ def weighted_loss_sum(
 
     All strategies use this function, so all of them compute the same loss. The output is None with `spec.batch_loss`.
     The gradient of the sum includes the auxiliary losses of mixtures of experts, the value does not.
-    call: calls the functions of the spec; by default with the model.
+
+    Args:
+        call: calls the functions of the spec; by default with the model.
     """
     call = call or (lambda function, batch: function(model, batch))
     output = None

@@ -195,8 +195,9 @@ def synchronize_batchnorm(
 ) -> tuple[ModelSpec, nn.Module]:
     """Returns the model with every BatchNorm synchronized, and the spec that calls it. Called on a rank.
 
-    model: on the CPU. Rows of weight 0 fill a short batch. They do not count on CPUs; they do count on GPUs.
-    clock: measures the exchanges of statistics, on CPUs.
+    Args:
+        model: on the CPU. Rows of weight 0 fill a short batch. They do not count on CPUs; they do count on GPUs.
+        clock: measures the exchanges of statistics, on CPUs.
     """
     if device.type == "cuda":
         return spec, nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -406,8 +407,11 @@ def names_of(model: nn.Module) -> dict[int, list[str]]:
 def replace_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, Sequence[str]], model: nn.Module) -> None:
     """Makes an optimizer of a whole model train what a rank has of it. The groups, also empty ones, stay.
 
-    names: `names_of` the whole model. model: the rank's part, whose parameters have their names in the whole model.
     State that exists before the first step, such as Adagrad's sums, is the same in each element.
+
+    Args:
+        names: `names_of` the whole model.
+        model: the rank's part, whose parameters have their names in the whole model.
     """
     now = dict(model.named_parameters(remove_duplicate=False))
     for group in optimizer.param_groups:
@@ -431,7 +435,9 @@ def _like(value: Any, parameter: nn.Parameter, own: nn.Parameter) -> Any:
 def check_hooks(model: nn.Module, names: Collection[str], how: str) -> None:
     """Raises ValueError if a parameter that is to be replaced has a hook, which would not be called any more.
 
-    names: of these parameters. how: the setting by which they are replaced, for the message.
+    Args:
+        names: of these parameters.
+        how: the setting by which they are replaced, for the message.
     """
     for name, parameter in model.named_parameters(remove_duplicate=False):
         hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)

@@ -76,10 +76,11 @@ def add_gradients(
 ) -> Tensor:  # fmt: skip
     """Adds this rank's gradients of the sum of the true rows' losses to `.grad`. Returns that sum, a float32 scalar.
 
-    scale: (loss sum of a micro-batch) -> scalar for backward.
-    call: calls the functions of the spec inside the strategy's wrapper; by default with the model.
-    before_last: context of all micro-batches except the last, such as DDP's `no_sync`.
-    clock: measures how long the backward passes wait for exchanges after their last gradient.
+    Args:
+        scale: (loss sum of a micro-batch) -> scalar for backward.
+        call: calls the functions of the spec inside the strategy's wrapper; by default with the model.
+        before_last: context of all micro-batches except the last, such as DDP's `no_sync`.
+        clock: measures how long the backward passes wait for exchanges after their last gradient.
     """
     total = torch.zeros((), device=device)
     for i, batch in enumerate(micro_batches):

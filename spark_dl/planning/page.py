@@ -69,7 +69,8 @@ def passes_of(plan: Plan) -> list[Pass]:
 def draw_timeline(passes: Sequence[Pass], num_stages: int, *, title: str, row: str = "stage") -> str:
     """Draws bars by stage and time, with the numbers of micro-batches where there is room. Returns an SVG element.
 
-    row: what a row is called, with its number.
+    Args:
+        row: what a row is called, with its number.
     """
     total_s = end_s(passes) or 1.0
 

@@ -36,7 +36,8 @@ _NEEDED = ("name", "forward_s", "backward_s", "parameter_bytes", "output_bytes",
 def read_profile(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, tuple[Layer, ...]]:
     """Returns the name of a profile and its layers.
 
-    source: path or URL of a JSON file, or its content. Raises ValueError, with the key, for what is no profile.
+    Args:
+        source: path or URL of a JSON file, or its content. Raises ValueError, with the key, for what is no profile.
     """
     if isinstance(source, Mapping):
         return _profile(source, "profile", "model")
@@ -168,18 +169,20 @@ def plan_mesh(
 ) -> MeshPlans:
     """Finds the fastest ways to lay out a model on ranks, by a cost model. Needs no ranks and no Spark session.
 
-    profile: path or URL of a JSON file with the times and sizes of the model's layers, or its content.
-    num_ranks, hosts: ranks with equal devices, equally many on each host.
-    global_batch_size: rows of a step.
-    memory_gib: memory of a rank's device. Without it, all plans fit.
-    optimizer: `adam`, `momentum`, `sgd` in float32, or `mixed_adam`, Adam in mixed precision.
-    rate_mbit, latency_ms: of the link of a host, in each direction, and of a message.
-    local_rate_mbit, local_latency_ms: the same between two ranks of a host.
-    zero_stages, schedules: those to choose from, of 0, 1, 2, 3 and `1f1b`, `gpipe`.
-    page: path or URL of an HTML page to write, with a picture of the stages. An earlier plan is replaced.
+    Args:
+        profile: path or URL of a JSON file with the times and sizes of the model's layers, or its content.
+        num_ranks, hosts: ranks with equal devices, equally many on each host.
+        global_batch_size: rows of a step.
+        memory_gib: memory of a rank's device. Without it, all plans fit.
+        optimizer: `adam`, `momentum`, `sgd` in float32, or `mixed_adam`, Adam in mixed precision.
+        rate_mbit, latency_ms: of the link of a host, in each direction, and of a message.
+        local_rate_mbit, local_latency_ms: the same between two ranks of a host.
+        zero_stages, schedules: those to choose from, of 0, 1, 2, 3 and `1f1b`, `gpipe`.
+        page: path or URL of an HTML page to write, with a picture of the stages. An earlier plan is replaced.
 
-    Raises ValueError for what is no profile, and, with the least memory that is needed, if no plan fits.
-    ModuleNotFoundError for a page without the packages of `pip install 'spark_dl[plot]'`.
+    Raises:
+        ValueError: For what is no profile, and, with the least memory that is needed, if no plan fits.
+            ModuleNotFoundError for a page without the packages of `pip install 'spark_dl[plot]'`.
     """
     _check(num_ranks, hosts, global_batch_size, memory_gib, optimizer)
     url = None if page is None else storage.absolute(page)

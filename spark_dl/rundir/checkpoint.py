@@ -209,9 +209,14 @@ def last_valid(
     """Returns the newest checkpoint of a run whose files have the right checksums; None if there are no checkpoints.
 
     Called on the driver. Newer checkpoints that cannot be used are logged with their causes.
-    only_weights: whether only the files of the weights are checked. trusted: a checkpoint that was checked before.
-    key_file: file with the key that must have signed the checkpoint. None: signatures are ignored.
-    Raises ValueError if no checkpoint is valid, and with `strict` if the newest one is not.
+
+    Args:
+        only_weights: whether only the files of the weights are checked.
+        trusted: a checkpoint that was checked before.
+        key_file: file with the key that must have signed the checkpoint. None: signatures are ignored.
+
+    Raises:
+        ValueError: If no checkpoint is valid, and with `strict` if the newest one is not.
     """
     refused: list[DamagedError | signing.SignatureError] = []
     for _, url in reversed(folders(run_dir)):
@@ -272,9 +277,10 @@ def _open(url: str) -> Saved | None:
 def open_checkpoint(url: str, *, sha256: str | None = None) -> Saved:
     """Opens a checkpoint by its manifest. Called on the driver and on workers; `load` checks the files.
 
-    sha256: checksum of the manifest that the driver has checked, or that this run has saved. Raises FileNotFoundError
-    without a manifest, DamagedError for a damaged one, ValueError for another version, RuntimeError for another
-    checksum.
+    Args:
+        sha256: checksum of the manifest that the driver has checked, or that this run has saved. Raises
+            FileNotFoundError without a manifest, DamagedError for a damaged one, ValueError for another version,
+            RuntimeError for another checksum.
     """
     manifest = checkpoint_files.read_manifest(url)
     if sha256 is not None and manifest["sha256"] != sha256:
@@ -309,7 +315,8 @@ def find(url: str | os.PathLike[str], *, only_weights: bool = False, key_file: s
 def _check_signature(saved: Saved, key_file: str | None) -> None:
     """Raises SignatureError unless the key in the file has signed the checkpoint, for the run in whose folder it is.
 
-    key_file: None if it need not be signed.
+    Args:
+        key_file: None if it need not be signed.
     """
     if key_file is not None:
         run_id = None if (run_dir := run_dir_of(saved)) == saved.url else read_run_id(run_dir)

@@ -243,8 +243,10 @@ def _compare(path: str, entry: Mapping[str, Any], size: int | None, sha256: str 
 def write_manifest(url: str, manifest: Mapping[str, Any], key: bytes | None = None) -> str:
     """Writes the manifest, which commits the checkpoint. Returns its checksum. Raises OSError, also if there is one.
 
-    key: signs it.
     On local disks it is renamed to its name, on object stores it is put if there is none, so that it is always whole.
+
+    Args:
+        key: signs it.
     """
     plain = json.loads(json.dumps({"format": FORMAT, "version": VERSION, **manifest}))
     if key is not None:
@@ -347,12 +349,14 @@ def plain_state(
     """Returns a state that can be saved, with new containers and the same tensors. NumPy scalars become numbers.
 
     Types are compared exactly: a subclass, such as an IntEnum or a namedtuple, would not be read back as what it is.
-    owner: names the state in errors, and in the paths of `on_tensor`.
-    of_scheduler: leaves out functions and makes dicts of counters, as torch's schedulers make them again.
-    on_tensor: (path, tensor) -> the tensor in its place.
 
     Raises ValueError, with owner, key and type, for anything else, unless it is of a type that
     `torch.serialization.add_safe_globals` allows.
+
+    Args:
+        owner: names the state in errors, and in the paths of `on_tensor`.
+        of_scheduler: leaves out functions and makes dicts of counters, as torch's schedulers make them again.
+        on_tensor: (path, tensor) -> the tensor in its place.
     """
     return _Conversion(of_scheduler, on_tensor).of(value, owner)
 

@@ -113,7 +113,8 @@ def about_rank(world: World) -> dict[str, Any]:
 def recorded_on_ranks(run: Run, ranks: list[Any], *, writes: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Records an attempt by its ranks, on the rank that `writes`. Yields a function that takes the result of the run.
 
-    ranks: `about_rank` of each rank.
+    Args:
+        ranks: `about_rank` of each rank.
     """
     about = {**_about(run), "ranks": ranks}
     if writes:

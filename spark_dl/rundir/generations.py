@@ -46,7 +46,9 @@ def create_exclusively(url: str, content: bytes) -> bool:
     Exclusive on local disks and NFS (O_EXCL), on S3 (a conditional put, with boto3), and with fsspec if it has "xb".
     On other storage (GCS, Azure, HDFS with pyarrow, S3 without boto3) it checks for the file, writes it, and reads it
     back: simultaneous writers can all get True. This is logged once per scheme.
-    content: must differ between writers, as a writer knows by it that a file that is there is its own.
+
+    Args:
+        content: must differ between writers, as a writer knows by it that a file that is there is its own.
     """
     filesystem, path = storage.resolve(url)
     storage.make_folder(storage.dirname(storage.absolute(url)))
@@ -168,9 +170,11 @@ def _warn_not_exclusive(scheme: str, why: str) -> None:
 def start_generation(run_dir: str, *, after: int = 0, run_id: str | None = None) -> int:
     """Starts a new attempt of a run, and fences the ranks of older attempts. Called on the driver.
 
-    run_id: id of the run if the folder does not have it, as when only its checkpoints were copied; else a new one.
     Returns its generation, which is above all existing ones and above `after`. Raises OSError if the run folder is not
     writable.
+
+    Args:
+        run_id: id of the run if the folder does not have it, as when only its checkpoints were copied; else a new one.
     """
     first = max(read_generation(run_dir), after) + 1
     run_id = read_run_id(run_dir) or run_id or uuid.uuid4().hex

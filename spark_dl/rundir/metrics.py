@@ -100,8 +100,11 @@ def _is_kept(line: Mapping[str, Any], step: int) -> bool:
 def add_restart(run_dir: str, line: Mapping[str, Any], *, from_start: bool) -> None:
     """Adds the line of a restart. Called on the driver, when a new generation fences the ranks of older attempts.
 
-    from_start: whether the run has no checkpoint, so that of the other lines only those of restarts are kept.
-    Raises OSError if the file cannot be written.
+    Args:
+        from_start: whether the run has no checkpoint, so that of the other lines only those of restarts are kept.
+
+    Raises:
+        OSError: If the file cannot be written.
     """
     url = storage.within(run_dir, FILE)
     before = b""

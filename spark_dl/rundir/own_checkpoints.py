@@ -65,14 +65,14 @@ class Checkpoints:
 
         The checkpoint that this attempt goes on from is not deleted.
 
-        state: tensors, numbers and strings, in dicts, lists and tuples, such as state dicts; that of rank 0 is written.
-            They are written as they are, NaN and Inf too.
-
-        step: number of steps done, the same on all ranks, and above that of the checkpoint before.
-        of_rank: what this rank alone needs.
-
         Raises ValueError for other objects; ValueError on all ranks for another step; RuntimeError on all ranks if one
         of them cannot write its file, or if a newer attempt of the run has started.
+
+        Args:
+            state: tensors, numbers and strings, in dicts, lists and tuples, such as state dicts; that of rank 0 is
+                written. They are written as they are, NaN and Inf too.
+            step: number of steps done, the same on all ranks, and above that of the checkpoint before.
+            of_rank: what this rank alone needs.
         """
         rank, num_ranks = find_place()
         if num_ranks > 1 and not dist.is_initialized():
@@ -108,8 +108,10 @@ class Checkpoints:
 def open_checkpoints(*, keep: int = 2) -> Checkpoints:
     """Opens the checkpoints of this run. Called on a rank of `launch` with a `run_dir`.
 
-    keep: number of the last checkpoints that are kept, beside the one that this attempt goes on from.
     Raises RuntimeError elsewhere, and ValueError for an invalid `keep`.
+
+    Args:
+        keep: number of the last checkpoints that are kept, beside the one that this attempt goes on from.
     """
     found = find_run()
     if found is None:

@@ -196,9 +196,12 @@ def begin_attempt(
 ) -> tuple[int, checkpoint.Saved | None]:
     """Returns the generation of this attempt, and the checkpoint to resume from, or None.
 
-    resume: whether to continue from the last checkpoint, or the URL of the checkpoint of this run to continue from.
-    Raises ValueError if the run folder cannot be used, or a resume is not possible; RuntimeError for an error of the
-    storage that time can mend.
+    Args:
+        resume: whether to continue from the last checkpoint, or the URL of the checkpoint of this run to continue from.
+
+    Raises:
+        ValueError: If the run folder cannot be used, or a resume is not possible.
+        RuntimeError: For an error of the storage that time can mend.
     """
     if resume and overwrite:
         raise ValueError("resume and overwrite exclude each other")
@@ -254,7 +257,8 @@ def _warn_of_nothing(run_dir: str) -> None:
 def explained(what: str, run_dir: str) -> Iterator[None]:
     """Adds the run folder to errors of its storage: RuntimeError if time can mend it, otherwise ValueError.
 
-    what: READ or WRITE.
+    Args:
+        what: READ or WRITE.
     """
     try:
         yield
@@ -311,9 +315,11 @@ def _check_resume(run_dir: str, config: Config, resume: bool | str) -> checkpoin
 def take_over(run: Run, *, overwrite: bool, keep: Sequence[str], restart: Mapping[str, Any] | None = None) -> None:
     """Prepares the run folder for the run, which starts now.
 
-    keep: URLs of datasets that must not be deleted. restart: the line of `metrics.jsonl` about the attempt that has
-    failed before this one.
     Raises as `begin_attempt` does, and RuntimeError if a newer attempt of the run has started.
+
+    Args:
+        keep: URLs of datasets that must not be deleted.
+        restart: the line of `metrics.jsonl` about the attempt that has failed before this one.
     """
     with explained(WRITE, run.run_dir):
         generations.check_newest(run.run_dir, run.generation)

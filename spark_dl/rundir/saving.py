@@ -148,9 +148,12 @@ def contents(
 ) -> Contents:
     """Returns what a rank writes. The tensors are those of the run: they change with the next step.
 
-    model: weights that are the same on all ranks. tensors: in its place, weights and optimizer of which ranks have
-        different parts. training: other state that is the same on all ranks. of_rank: state of this rank only.
-    settings: of this rank's optimizer, which has other groups than that of other ranks.
+    Args:
+        model: weights that are the same on all ranks.
+        tensors: in its place, weights and optimizer of which ranks have different parts.
+        training: other state that is the same on all ranks.
+        of_rank: state of this rank only.
+        settings: of this rank's optimizer, which has other groups than that of other ranks.
     """
     files: dict[str, Any] = {rank_file(rank): {"random": random_state(), "state": of_rank or {}}}
     if settings is not None:
@@ -186,15 +189,22 @@ def save(
     """Writes and commits a checkpoint, and deletes those that `checkpoint.keep` and `keep_best` do not keep.
 
     Collective.
-    rows: digest of the training rows (`data/load/resume_check.py`). shapes: of the weights, by name. classes: of the
-        optimizer and its scheduler. code: checksums of the user's functions (`training/initial.py`). score: the value
-        for `keep_best`. branch: `Saved.branch`. in_use: URL of a checkpoint to keep.
-    problem: the reason why the state of this rank must not be saved, or empty.
-    key: signs the manifest; of rank 0. gather: returns the JSON values of all ranks, by rank.
-    read_back: whether each rank loads its files again before the commit.
 
     Raises on every rank: BadStateError if any rank has a problem, RuntimeError if a newer attempt of the run has
     started, and NotWrittenError if any rank cannot write its files.
+
+    Args:
+        rows: digest of the training rows (`data/load/resume_check.py`).
+        shapes: of the weights, by name.
+        classes: of the optimizer and its scheduler.
+        code: checksums of the user's functions (`training/initial.py`).
+        score: the value for `keep_best`.
+        branch: `Saved.branch`.
+        in_use: URL of a checkpoint to keep.
+        problem: the reason why the state of this rank must not be saved, or empty.
+        key: signs the manifest; of rank 0.
+        gather: returns the JSON values of all ranks, by rank.
+        read_back: whether each rank loads its files again before the commit.
     """
     url = storage.within(checkpoint.folder(run_dir), checkpoint_files.folder_name(step, generation))
     written: list[dict[str, Any]] = []
@@ -275,8 +285,10 @@ def _delete_uncommitted(url: str) -> None:
 def _delete_old(run_dir: str, config: Config, generation: int, in_use: str) -> None:
     """Deletes all but the newest and the best checkpoints, and damaged or uncommitted ones of older attempts.
 
-    in_use: URL of another one that is kept.
     Logs a warning if it cannot, because the new checkpoint is committed and training can continue.
+
+    Args:
+        in_use: URL of another one that is kept.
     """
     keep, keep_best = config.checkpoint.keep, config.checkpoint.keep_best
     keep_best = 1 if keep_best is None else keep_best
@@ -300,7 +312,9 @@ def load_rank_state(
     """Returns the state of this rank, by name; if the number of ranks has changed, the mean state of all saved ranks.
 
     The mean is taken of floating point tensors, each over the ranks that have it; other values are of the first rank.
-    saved_rank: maps the number of saved ranks to the saved rank that this rank takes its state from.
+
+    Args:
+        saved_rank: maps the number of saved ranks to the saved rank that this rank takes its state from.
     """
     ranks: int = saved.manifest["world_size"]
     if saved_rank is not None:

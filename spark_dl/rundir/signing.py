@@ -26,7 +26,9 @@ _warned: set[str] = set()
 class SignatureError(ValueError):
     """A checkpoint has no signature, or not that of the key. Its files need not be damaged.
 
-    found: the manifest, and what was found. advice: what to do.
+    Args:
+        found: the manifest, and what was found.
+        advice: what to do.
     """
 
     def __init__(self, path: str, found: str, advice: str):
@@ -76,7 +78,8 @@ def signature(manifest: Mapping[str, Any], key: bytes) -> str:
 def check(path: str, manifest: Mapping[str, Any], key_file: str, *, run_id: str | None) -> None:
     """Raises SignatureError unless the manifest at `path` is signed with the key in the file.
 
-    run_id: of the run that it must be of; None: of any run.
+    Args:
+        run_id: of the run that it must be of; None: of any run.
     """
     found = manifest.get(FIELD)
     if found is None:

@@ -44,7 +44,8 @@ _TASKS_PER_SLOT = 2
 def build_udf(scorer: Scorer, of_first_rows: Callable[[], Outputs] | None = None) -> Any:
     """Returns the function. Called on the driver. Raises ValueError for features that are fields of structs.
 
-    of_first_rows: as for `tables.trial`.
+    Args:
+        of_first_rows: as for `tables.trial`.
     """
     if nested := [name for name in scorer.config.data.features if "." in name]:
         raise ValueError(

@@ -22,10 +22,11 @@ def export(
     of ranks trained it. A weight that modules share is stored under each of its names. All of them fit the memory of
     the driver twice.
 
-    path: path or URL of the file. Nothing is overwritten. signing_key_file: file with the key that must have signed the
-        checkpoint.
-
     Returns the absolute path or URL. Raises ValueError if something is there already, and without a valid checkpoint.
+
+    Args:
+        path: path or URL of the file. Nothing is overwritten.
+        signing_key_file: file with the key that must have signed the checkpoint.
     """
     url = check_export(path)
     saved = checkpoint.find(checkpoint_url, only_weights=True, key_file=signing_key_file)

@@ -14,7 +14,11 @@ _LOCAL = ("<lambda>", "<locals>")
 def name_of(function: Any, key: str) -> Any:
     """Returns the JSON form of a function or class: `package.module:name`, or a mapping for a `functools.partial`.
 
-    key: names the function in errors. Raises ValueError for a function that other processes cannot import.
+    Args:
+        key: names the function in errors.
+
+    Raises:
+        ValueError: For a function that other processes cannot import.
     """
     if isinstance(function, functools.partial):
         try:

@@ -29,8 +29,11 @@ class Squeezed:
 class ClassColumns:
     """A `predict` with the columns of a classifier, from logits. # [rows, classes], [rows, 1] or [rows]
 
-    names: the columns, by `rawPrediction` and `probability`, [rows, classes], and `prediction`, [rows]; all float64.
     The prediction of a row with NaN among its logits is NaN. One logit per row is that of the second of two classes.
+
+    Args:
+        names: the columns, by `rawPrediction` and `probability`, [rows, classes], and `prediction`, [rows]; all
+            float64.
     """
 
     names: Mapping[str, str]

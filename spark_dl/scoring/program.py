@@ -129,7 +129,8 @@ def load_program(content: bytes, path: str) -> Program:
     """Returns the program of a file. Raises ValueError, and runs nothing, if it has more than a program's tensors and
     operators.
 
-    path: of the file, for errors.
+    Args:
+        path: of the file, for errors.
     """
     try:
         checked = checked_archive(content)
@@ -246,7 +247,8 @@ def _checked_graph(found: dict[str, Any]) -> bytes:
 def _check(where: str, value: Any, key: str = "", depth: int = 0) -> None:
     """Raises _RefusedError for text that torch would run, or put into source code. Removes what is for debugging.
 
-    key: under which the value is found.
+    Args:
+        key: under which the value is found.
     """
     if depth > _MOST_DEPTH:
         raise _RefusedError(f"{where} is nested more than {_MOST_DEPTH} deep")

@@ -63,9 +63,12 @@ class PackedModel:
     def write(self, url: str | os.PathLike[str], *, overwrite: bool = False) -> str:
         """Writes the folder. Called on the driver. Returns the checksum of the description, `SavedModel.sha256`.
 
-        overwrite: whether a model that is there is replaced. Readers find the whole model of before or the whole new
-            one: the description is written last, and names a file that the model of before does not have.
-        Raises ValueError for a folder that is in use, or, with `overwrite`, that has no saved model.
+        Args:
+            overwrite: whether a model that is there is replaced. Readers find the whole model of before or the whole
+                new one: the description is written last, and names a file that the model of before does not have.
+
+        Raises:
+            ValueError: For a folder that is in use, or, with `overwrite`, that has no saved model.
         """
         url = storage.absolute(url)
         described, before = self.described, None
@@ -97,9 +100,13 @@ def pack_model(
 ) -> PackedModel:
     """Returns the files of a model, before anything is written or deleted. Called on the driver.
 
-    model: the trained model, on the CPU, in evaluation mode. columns: the features as trained.
-    Raises ValueError for functions without an importable name (`format="weights"`), and for models that `torch.export`
-    does not take (`format="export"`).
+    Args:
+        model: the trained model, on the CPU, in evaluation mode.
+        columns: the features as trained.
+
+    Raises:
+        ValueError: For functions without an importable name (`format="weights"`), and for models that `torch.export`
+            does not take (`format="export"`).
     """
     if format not in FORMATS:
         raise ValueError(f"format: expected {' or '.join(map(repr, FORMATS))}, found {format!r}")
@@ -171,9 +178,11 @@ def load_model(url: str | os.PathLike[str], *, sha256: str | None = None) -> nn.
     Load only models that you trust: the modules that the files name are imported, and their functions called. Nothing
     is unpickled. An exported program is called with the features in their order, and returns columns by name.
 
-    sha256: `SavedModel.sha256`, if the description was read before, so that it and the weights are of one model.
     Raises ValueError as `read_saved_model` does, and if the file is damaged, the weights are those of another model, or
     the model has been replaced.
+
+    Args:
+        sha256: `SavedModel.sha256`, if the description was read before, so that it and the weights are of one model.
     """
     url = _folder_of(url)
     described, found = _read_description(url)

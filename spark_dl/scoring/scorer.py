@@ -222,8 +222,10 @@ def saved_scorer(saved: saved_model.SavedModel) -> Scorer:
 def scorer_of_build(spec: ModelSpec, config: Config | None, data: Any) -> Scorer:
     """Returns the scorer of the model that `spec.build` returns, with its weights. Called on the driver.
 
-    data: a DataFrame, of which the first row is read, or a dataset, for the types and shapes of the features.
     Raises ValueError without settings or rows, and for features that only a training can encode.
+
+    Args:
+        data: a DataFrame, of which the first row is read, or a dataset, for the types and shapes of the features.
     """
     if config is None or data is None:
         raise ValueError(
@@ -251,8 +253,11 @@ def scorer_of(
 ) -> Scorer:
     """Returns the scorer of a checkpoint, or of the last checkpoint of a run. Called on the driver.
 
-    key_file: of the signature; by default that of `config`. Without both, signatures are ignored.
-    Raises ValueError if the checkpoint lacks a feature, and for models that read sequences.
+    Args:
+        key_file: of the signature; by default that of `config`. Without both, signatures are ignored.
+
+    Raises:
+        ValueError: If the checkpoint lacks a feature, and for models that read sequences.
     """
     key_file = config.checkpoint.signing_key_file if config and key_file is None else key_file
     saved = checkpoint.find(checkpoint_url, only_weights=True, key_file=key_file)
@@ -277,7 +282,8 @@ def scorer_of(
 def loaded_model(scorer: Scorer, packed: bytes, device: torch.device) -> nn.Module:
     """Returns the model of a scorer on a device, which this Python worker keeps for later tasks.
 
-    packed: the scorer as it was sent to the tasks.
+    Args:
+        packed: the scorer as it was sent to the tasks.
     """
     key = (hashlib.sha256(packed).hexdigest(), str(device))
     if key not in _loaded:

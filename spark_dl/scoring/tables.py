@@ -147,7 +147,9 @@ def trial(scorer: Scorer, of_first_rows: Callable[[], Outputs] | None = None) ->
     The model gets two rows of zeros there. Some functions do not take zeros, such as an embedding of years, or one that
     decodes files; they get the first rows.
 
-    of_first_rows: computes the columns of the first rows; None if there are no rows yet. Raises ValueError without it.
+    Args:
+        of_first_rows: computes the columns of the first rows; None if there are no rows yet. Raises ValueError without
+            it.
     """
     model = scorer.load()
     try:

@@ -331,8 +331,11 @@ def delete_file(url: str) -> None:
 def delete_known(url: str, is_known: Callable[[str], bool], *, first: str) -> list[str]:
     """Deletes the files in a folder with known names, and then the folder if it is empty. Returns the remaining names.
 
-    first: name of the file that is deleted first, so that its absence marks a partly deleted folder.
-    Raises OSError if the folder is a symbolic link.
+    Args:
+        first: name of the file that is deleted first, so that its absence marks a partly deleted folder.
+
+    Raises:
+        OSError: If the folder is a symbolic link.
     """
     filesystem, path = resolve(url)
     _check_no_pattern(url, filesystem, path)

@@ -86,7 +86,8 @@ def _is_token(scheme: str, user: str) -> bool:
 def _has_cut_password(scheme: str, host: str, rest: str) -> bool:
     """Whether a host is the beginning of `user:password`, as the password has a slash or a question mark.
 
-    rest: what follows.
+    Args:
+        rest: what follows.
     """
     if scheme not in BUCKETS:
         host = re.sub(r":\d*\Z", "", re.sub(r"\A\[.*\]", "", host))  # [...] is an IPv6 address

@@ -91,9 +91,10 @@ def name_of(function: Any) -> str:
 class Background:
     """Collects events, and passes them on every few seconds.
 
-    name: what the events are written to, for messages.
-    write: called with events in their order. If it raises, they are kept, and passed on again later.
-    end: called once with the argument of `close`, after all events.
+    Args:
+        name: what the events are written to, for messages.
+        write: called with events in their order. If it raises, they are kept, and passed on again later.
+        end: called once with the argument of `close`, after all events.
     """
 
     def __init__(self, name: str, write: Callable[[Sequence[Event]], None], end: Callable[[str], None]):

@@ -89,7 +89,8 @@ def draw_for_page(
 ) -> str:
     """Draws as `draw` does, in the colors of a page, for light and dark: `--text`, `--line` and those of `colors`.
 
-    colors: what `plot` draws with, by the name of the variable that the page has in its place.
+    Args:
+        colors: what `plot` draws with, by the name of the variable that the page has in its place.
     """
     svg = draw(plot, width=width, height=height, style=_PAGE_STYLE)
     for name, color in {**colors, "text": TEXT, "line": _LINE}.items():
@@ -100,7 +101,8 @@ def draw_for_page(
 def check_replaceable(url: str, mark: str, what: str, *, key: str = "path") -> None:
     """Raises ValueError if there is something at `url` that does not begin with `mark`, as `what` does.
 
-    key: argument that the user gave the URL by.
+    Args:
+        key: argument that the user gave the URL by.
     """
     kind = storage.info(url).type
     if kind == FileType.NotFound:

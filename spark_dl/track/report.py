@@ -349,12 +349,13 @@ def _metrics(line: Line) -> Mapping[str, Any]:
 def report(run_dir: str | os.PathLike[str], path: str | os.PathLike[str] | None = None) -> str:
     """Writes a report of a run as one HTML page. Called on the driver. Needs no Spark session.
 
-    run_dir: folder or URL of a run of `train`. The run may still go on, or have failed.
-    path: file or URL of the page; by default `report.html` in `run_dir`. An earlier report is replaced.
-
     Returns the path or URL of the page. It loads nothing from elsewhere, so it can be sent as it is.
     Raises ValueError if there is no run, or if `path` is another file than a report; ModuleNotFoundError without the
     packages of `pip install 'spark_dl[plot]'`.
+
+    Args:
+        run_dir: folder or URL of a run of `train`. The run may still go on, or have failed.
+        path: file or URL of the page; by default `report.html` in `run_dir`. An earlier report is replaced.
     """
     plots.check_packages("spark_dl.report")
     run_dir = storage.absolute(run_dir)

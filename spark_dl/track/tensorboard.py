@@ -32,7 +32,8 @@ def check() -> None:
 def tracking(run: Run, first_step: int) -> Iterator[Background]:
     """Yields a thread that writes the metrics of a run to an event file. Called on the driver.
 
-    first_step: the step that the run continues from. TensorBoard hides later steps of earlier attempts.
+    Args:
+        first_step: the step that the run continues from. TensorBoard hides later steps of earlier attempts.
     """
     with tempfile.TemporaryDirectory(prefix=temporary_prefix()) as folder:
         thread = None
@@ -48,7 +49,8 @@ def tracking(run: Run, first_step: int) -> Iterator[Background]:
 class _EventFiles:
     """The event file of an attempt. On remote storage, it is written at the end of each epoch, and at the end.
 
-    folder: a local folder for the file, if the run folder is remote.
+    Args:
+        folder: a local folder for the file, if the run folder is remote.
     """
 
     def __init__(self, run: Run, first_step: int, folder: str):

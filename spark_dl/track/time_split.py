@@ -110,7 +110,8 @@ def _row(line: Mapping[str, Any]) -> tuple[int, float, list[float], list[float],
 def find_stragglers(split: TimeSplit, *, factor: float = SLOW_FACTOR) -> list[Straggler]:
     """Returns the stragglers, those with the largest surplus first.
 
-    factor: times the median of the other ranks, from which a rank is slow.
+    Args:
+        factor: times the median of the other ranks, from which a rank is slow.
     """
     if split.num_ranks < 2 or len(split.last_steps) < LEAST_INTERVALS:
         return []

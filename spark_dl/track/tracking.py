@@ -82,8 +82,12 @@ class Tracker:
 def tracking(run: Run, *, resume: bool) -> Iterator[Tracker]:
     """Yields the trackers of a run, which are closed with the block. Called on the driver, before ranks start.
 
-    resume: whether the call resumes a run, and so its MLflow run, even if there is no checkpoint yet.
-    Raises ValueError for settings that do not fit the run, RuntimeError for a server that cannot be used.
+    Args:
+        resume: whether the call resumes a run, and so its MLflow run, even if there is no checkpoint yet.
+
+    Raises:
+        ValueError: For settings that do not fit the run.
+        RuntimeError: For a server that cannot be used.
     """
     track, example = run.config.track, None
     parsed = None if run.checkpoint is None else checkpoint_files.parse_name(storage.name(run.checkpoint))

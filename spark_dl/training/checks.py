@@ -301,8 +301,10 @@ class ReplicaCheck:
         """Compares parameters, and with buffers the floating-point ones. Collective. Does nothing if
         there are no replicas.
 
-        checkpoint: the last one. Nothing is compared after NaN or Inf, about which another error says more.
         Raises ReplicaDriftError on the ranks that differ, and OtherRankError on the others.
+
+        Args:
+            checkpoint: the last one. Nothing is compared after NaN or Inf, about which another error says more.
         """
         if not self._compares:
             return

@@ -228,7 +228,9 @@ def check_loss_scale(scaler: Any, global_step: int) -> None:
     """Raises NotFiniteTrainingError on all ranks if fp16 gradients overflow in many consecutive steps.
 
     The scaler skips such steps and lowers the scale. Below `MIN_LOSS_SCALE` the scale is not the cause.
-    scaler: the GradScaler, or None with another precision.
+
+    Args:
+        scaler: the GradScaler, or None with another precision.
     """
     if scaler is not None and scaler.get_scale() < MIN_LOSS_SCALE:
         raise NotFiniteTrainingError(
@@ -429,7 +431,8 @@ class NonFiniteSteps:
     def roll_back(self, error: NotFiniteError, checkpoint: str | None) -> None:
         """Forgets the steps since a checkpoint, before it is loaded, and notes that the step of the error is left out.
 
-        checkpoint: the last one. Raises the error if the run must not go back to it, or cannot.
+        Args:
+            checkpoint: the last one. Raises the error if the run must not go back to it, or cannot.
         """
         if self._policy != "rollback":
             raise error

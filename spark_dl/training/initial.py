@@ -63,9 +63,13 @@ def begin(
     """Returns the spec with the weights of `train.init_from`, and the columns that the model was trained on before.
 
     Called on the driver. spec: None for trials, each of which has its own; their ranks load the weights (`for_rank`).
-    saved: the checkpoint that the run resumes from, which replaces these weights, or None.
-    Raises ValueError if the checkpoint is missing or damaged, if its weights are those of another model, or if
-    `overwrite` would delete it.
+
+    Args:
+        saved: the checkpoint that the run resumes from, which replaces these weights, or None.
+
+    Raises:
+        ValueError: If the checkpoint is missing or damaged, if its weights are those of another model, or if
+            `overwrite` would delete it.
     """
     if saved is not None:
         return spec, saved.columns
@@ -131,7 +135,8 @@ def code_of(spec: ModelSpec) -> dict[str, str]:
 def warn_of_changes(before: Mapping[str, str] | None, now: Mapping[str, str], url: str) -> None:
     """Logs a warning with the functions that have changed since a checkpoint was saved. Called on the driver.
 
-    before: None for a checkpoint that has none. Another version of Python compiles to other code.
+    Args:
+        before: None for a checkpoint that has none. Another version of Python compiles to other code.
     """
     if before is None or before.get(_PYTHON) != now[_PYTHON]:
         return

@@ -42,7 +42,8 @@ _SHOWN = 4
 class Schedule:
     """A scheduler and a linear warm-up. The warm-up is a factor during the step, so it works with any scheduler.
 
-    own: the scheduler of `ModelSpec.optimizer`, instead of that of the settings.
+    Args:
+        own: the scheduler of `ModelSpec.optimizer`, instead of that of the settings.
     """
 
     def __init__(self, optimizer: Optimizer, config: Config, *, own: Optimization | None = None):
@@ -167,7 +168,8 @@ def group_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list
 def by_name(state: Mapping[int, Any], before: Sequence[Sequence[str]], now: Sequence[Sequence[str]]) -> dict[int, Any]:
     """Returns the `state` of an optimizer's state dict for parameters that have other places now.
 
-    before, now: names of the parameters of each group. The state of a parameter that is gone is left out.
+    Args:
+        before, now: names of the parameters of each group. The state of a parameter that is gone is left out.
     """
     places = {name: i for i, name in enumerate(name for group in before for name in group)}
     names = [name for group in now for name in group]
@@ -218,7 +220,8 @@ class OptimizerSettings:
     ) -> dict[str, Any]:
         """Returns the settings of a checkpoint that has them by place, and not as they were built.
 
-        ratio: factor of `train.lr_scaling` now over that of the checkpoint.
+        Args:
+            ratio: factor of `train.lr_scaling` now over that of the checkpoint.
         """
         built = [{k: v / ratio if k in _RATES else v for k, v in group.items()} for group in self._built]
         scheduled = self._schedule_built
@@ -232,7 +235,8 @@ class OptimizerSettings:
     def check_classes(self, saved: Mapping[str, Any]) -> None:
         """Raises ValueError if a checkpoint is of another class of optimizer or scheduler.
 
-        saved: what `state_dict` returned.
+        Args:
+            saved: what `state_dict` returned.
         """
         now = classes_of(self._optimizer, self._schedule)
         check_classes({key: saved[key] for key in now}, now)
@@ -240,9 +244,12 @@ class OptimizerSettings:
     def load_state_dict(self, saved: Iterable[Mapping[str, Any]], *, tells: bool = False) -> None:
         """Takes the settings of a checkpoint, and of what the user has changed the new ones.
 
-        saved: what `state_dict` returned on the ranks, of which the first that has a parameter counts.
-        tells: whether to log what has changed.
-        Raises ValueError for groups that were divided in another way, and for settings that need a state.
+        Args:
+            saved: what `state_dict` returned on the ranks, of which the first that has a parameter counts.
+            tells: whether to log what has changed.
+
+        Raises:
+            ValueError: For groups that were divided in another way, and for settings that need a state.
         """
         sources = self._sources(saved)
         changed: list[str] = []
@@ -373,7 +380,8 @@ def _same(a: Any, b: Any) -> bool:
 def _aligned(states: Sequence[Any], sources: Sequence[_Source | None], first: Any, built: Any) -> Any:
     """Returns the state of a scheduler in which the lists by group have the groups of this rank.
 
-    states: the state that each group is from; None for a new group, which is as `built`.
+    Args:
+        states: the state that each group is from; None for a new group, which is as `built`.
     """
     if isinstance(first, dict):
         found = {}

@@ -33,7 +33,8 @@ class Preemption:
     def end(self, checkpoint: str | None) -> NoReturn:
         """Ends the ranks that have got SIGTERM, and raises OtherRankError on the others. Collective.
 
-        checkpoint: URL of the last one, which is committed. No rank ends before all ranks know that it is.
+        Args:
+            checkpoint: URL of the last one, which is committed. No rank ends before all ranks know that it is.
         """
         ranks = gather_json({"host": self._world.host, "must_end": self.must_end})
         if self.must_end:
@@ -46,8 +47,9 @@ class Preemption:
 def awaited(config: Config, world: World, *, on_driver: bool) -> Iterator[Preemption]:
     """Lets this rank go on after SIGTERM in the block, for at most `launch.preemption_grace_s`.
 
-    on_driver: whether this process is a driver that trains for all ranks. SIGTERM ends it at once, and so it ends a
-        rank of trials, as a trial does not go on from its checkpoint.
+    Args:
+        on_driver: whether this process is a driver that trains for all ranks. SIGTERM ends it at once, and so it ends a
+            rank of trials, as a trial does not go on from its checkpoint.
     """
     at_once = on_driver or world.ends_run is not None
     with sigterm.postponed(0.0 if at_once else config.launch.preemption_grace_s) as notice:

@@ -201,7 +201,9 @@ def better(name: str, spec: ModelSpec | None, config: Config) -> Mode | None:
     """Returns which value of a metric is better; None if that is not known. On any side.
 
     The loss is better if it is lower. The classes of torchmetrics say it (`higher_is_better`), functions do not.
-    spec: None if only the metrics of the settings are known.
+
+    Args:
+        spec: None if only the metrics of the settings are known.
     """
     if name in ("loss", "train_loss"):
         return "min"
@@ -270,7 +272,8 @@ def ask(progress: Progress, entry: Mapping[str, Any], world: World) -> None:
 def take_up(progress: Progress, before: Train, train: Train, *, same_rows: bool = True) -> None:
     """Applies the current settings to resumed early stopping. Another metric or mode, or other rows, start it again.
 
-    same_rows: whether the validation rows are those of before.
+    Args:
+        same_rows: whether the validation rows are those of before.
     """
     settings = {(each.early_stop_metric, each.early_stop_mode) for each in (before, train)}
     if not same_rows or len(settings) > 1:

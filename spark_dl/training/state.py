@@ -97,7 +97,8 @@ class BackgroundSave:
     def take(self, *, wait: bool) -> tuple[Any, float] | None:
         """Returns the result of the function and its seconds, once. None without one, or if it still runs.
 
-        wait: waits for its end. Raises its error.
+        Args:
+            wait: waits for its end. Raises its error.
         """
         if self._thread is None or (not wait and self._thread.is_alive()):
             return None
@@ -286,7 +287,9 @@ class RunState:
         """Writes a checkpoint. Collective. Raises as `rundir.saving.save` does, also for NaN and Inf.
 
         Returns it, or None with `checkpoint.asynchronous`: `committed` returns it later.
-        is_last: whether it is the last one of the run, without which the run has no result.
+
+        Args:
+            is_last: whether it is the last one of the run, without which the run has no result.
         """
         start = time.perf_counter()
         world, config, parts = self._world, self._run.config, self._trainable.state
@@ -328,7 +331,8 @@ class RunState:
     def committed(self, *, wait: bool) -> Saved | None:
         """Returns the checkpoint that was written in the background, once, when it is committed. Raises its error.
 
-        wait: waits until it is. Collective then.
+        Args:
+            wait: waits until it is. Collective then.
         """
         try:
             found = self._background.take(wait=wait) if self._background is not None else None

@@ -54,7 +54,8 @@ class StepTimer:
     def __init__(self, ranks: int | slice, num_ranks: int, *, log_every: int, clock: StepClock | None):
         """ranks: this rank, or `slice(None)` for all.
 
-        clock: None if the strategy does not measure exchanges. Then only the wait for data is known.
+        Args:
+            clock: None if the strategy does not measure exchanges. Then only the wait for data is known.
         """
         self._ranks, self._clock, self._every = ranks, clock, log_every
         # The same number for every line of a run, so that the sum of losses is always added in the same order.
@@ -98,7 +99,9 @@ class StepTimer:
         """Returns a vector whose sum over the ranks has the sum of losses, the number of ranks that must end, and then
         the times of all ranks.
 
-        losses: float64 scalar. must_end: whether this rank must end. Called once for each interval.
+        Args:
+            losses: float64 scalar.
+            must_end: whether this rank must end. Called once for each interval.
         """
         self._times[self._ranks, 0] += self.data_s
         self._times[self._ranks, 1] = self.seconds_until(time.perf_counter())
@@ -150,7 +153,10 @@ class StepLog:
     def write_steps(self, total: float, times: Times | None = None, **more: Any) -> None:
         """Writes the line of these steps, and begins the next interval.
 
-        total: the sum of their losses on all ranks. times: those of all ranks. more: further values.
+        Args:
+            total: the sum of their losses on all ranks.
+            times: those of all ranks.
+            more: further values.
         """
         timer, rows, now = self._timer, self.rows, time.perf_counter()
         seconds = timer.seconds_until(now)
@@ -173,8 +179,10 @@ def split_times(times: Times, seconds: float) -> dict[str, Any]:
 
     The parts of a rank add up to `seconds`, or to more if the rank began the interval earlier than the one that logs.
     Without groups of steps, only `data_s` is known.
-    times: of all ranks. # [ranks, 2 + groups]
-    seconds: duration of the interval on the rank that logs, with the reduction of the losses at its end.
+
+    Args:
+        times: of all ranks. # [ranks, 2 + groups]
+        seconds: duration of the interval on the rank that logs, with the reduction of the losses at its end.
     """
     data_s, steps_s, blocked = times[:, 0], times[:, 1], times[:, 2:]
     if not blocked.shape[1]:

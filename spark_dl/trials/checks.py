@@ -16,7 +16,8 @@ from spark_dl.spec import ModelSpec, Run
 def check_cluster(spark: Any, config: Config, num_groups: int) -> None:
     """Raises ValueError over Spark Connect, for local storage and for a range of ranks, RuntimeError for too few slots.
 
-    num_groups: groups of `launch.num_ranks` ranks that train at the same time.
+    Args:
+        num_groups: groups of `launch.num_ranks` ranks that train at the same time.
     """
     if is_connect(spark):
         raise ValueError(

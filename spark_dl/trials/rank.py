@@ -79,8 +79,11 @@ def begin(run: Run, trial: int, config: Config, arguments: Mapping[str, Any], fo
 def split_values(values: Any, base: Config) -> tuple[Config, dict[str, Any]]:
     """Returns the settings of a trial, and the arguments of the function that returns its model.
 
-    values: by key. Keys with a section, such as `train.lr`, are settings, which replace those of `base`. Raises
-    ValueError for a key of a section that all trials share, and for invalid settings.
+    Args:
+        values: by key. Keys with a section, such as `train.lr`, are settings, which replace those of `base`.
+
+    Raises:
+        ValueError: For a key of a section that all trials share, and for invalid settings.
     """
     if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
         raise ValueError(f"suggest: expected a dict such as {{'train.lr': 0.1}}, found {values!r:.200}")
@@ -133,10 +136,14 @@ def spec_of(spec: Spec, arguments: Mapping[str, Any]) -> ModelSpec:
 def run_trials(run: Run, spec: Spec, *, report: Reporter) -> RankResult:
     """Trains what the driver orders, until it has no more. Collective: called on every rank of the job.
 
-    run: the datasets and settings that all trials share. `launch.num_ranks` is the number of ranks of a group.
     A training that fails on a rank is reported to the driver, and the ranks of its group go on with the next one.
-    Raises RuntimeError if the driver does not answer, or another rank of the group does not leave a training, within
-    `launch.collective_timeout_s`.
+
+    Args:
+        run: the datasets and settings that all trials share. `launch.num_ranks` is the number of ranks of a group.
+
+    Raises:
+        RuntimeError: If the driver does not answer, or another rank of the group does not leave a training, within
+            `launch.collective_timeout_s`.
     """
     launch = run.config.launch
     with rendezvous.join(launch, init_group=False, report=report) as world:

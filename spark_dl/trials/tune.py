@@ -57,32 +57,27 @@ def tune(
     All trials read one dataset, which is written or opened once. A group of `launch.num_ranks` ranks trains a trial as
     `train` does. The cluster needs `parallel_trials * launch.num_ranks` task slots. A failed trial ends no other one.
 
-    spec: the model; or a function that returns it for the arguments that `suggest` chooses, called on both sides.
+    Args:
+        spec: the model; or a function that returns it for the arguments that `suggest` chooses, called on both sides.
+        suggest: called on the driver with each `optuna.Trial`; returns a dict. Keys with a section, such as `train.lr`,
+            are settings that replace those of `config`. All other keys are arguments of the function `spec`.
+        num_trials: number of trials of this run. With `resume`, those of earlier attempts count.
+        direction: `minimize` or `maximize`, for a new study. The default is known for losses and for classes of
+            torchmetrics in `train.metrics` or a `ModelSpec`; metrics of your own need it.
+        resume: continues the study in `run_dir`, with its shards. Trials that were not finished are trained again.
+        metric: the value of a trial after the last epoch: `train_loss`, or `loss` or a metric of the validation rows.
+            The study's pruner gets it after each epoch.
+        study: a study with one objective; by default a new one, with the TPE sampler seeded by `train.seed` and without
+            a pruner, in the file `study.log` of a local `run_dir`.
+        num_folds: trains each trial on each fold of a cross-validation, on several groups at the same time. Its value
+            is the mean over the folds, which the pruner gets after each fold.
+        on_event: functions that get the events of the trainings, as for `train`, each with `trial`; and at the end of
+            each trial an event `trial`, with its `state` and `value`, and the `best` value so far.
 
-    suggest: called on the driver with each `optuna.Trial`; returns a dict. Keys with a section, such as `train.lr`, are
-        settings that replace those of `config`. All other keys are arguments of the function `spec`.
-
-    num_trials: number of trials of this run. With `resume`, those of earlier attempts count.
-
-    direction: `minimize` or `maximize`, for a new study. The default is known for losses and for classes of
-        torchmetrics in `train.metrics` or a `ModelSpec`; metrics of your own need it.
-
-    resume: continues the study in `run_dir`, with its shards. Trials that were not finished are trained again.
-
-    metric: the value of a trial after the last epoch: `train_loss`, or `loss` or a metric of the validation rows. The
-        study's pruner gets it after each epoch.
-
-    study: a study with one objective; by default a new one, with the TPE sampler seeded by `train.seed` and without a
-        pruner, in the file `study.log` of a local `run_dir`.
-
-    num_folds: trains each trial on each fold of a cross-validation, on several groups at the same time. Its value is
-        the mean over the folds, which the pruner gets after each fold.
-
-    on_event: functions that get the events of the trainings, as for `train`, each with `trial`; and at the end of each
-        trial an event `trial`, with its `state` and `value`, and the `best` value so far.
-
-    Raises ValueError for invalid arguments and data, RuntimeError if all trials fail or the cluster cannot run the job,
-    and RankError if a process is killed. The study keeps the finished trials.
+    Raises:
+        ValueError: For invalid arguments and data.
+        RuntimeError: If all trials fail or the cluster cannot run the job.
+        RankError: If a process is killed. The study keeps the finished trials.
     """
     start, goal = time.perf_counter(), Goal(metric, num_folds)
     config, data = config or Config(), as_sources(data, "tune")

@@ -86,7 +86,8 @@ def _check_different(name: str, values: Array, found: Array) -> None:
 def two_rows_of_zeros(column: Column, longest: int = 1) -> Array | Ragged:
     """Returns cells to try a model with, in the stored dtype. # (2, *cell)
 
-    longest: length of the second row of a ragged column; that of the first is 1.
+    Args:
+        longest: length of the second row of a ragged column; that of the first is 1.
     """
     if column.is_ragged:
         lengths = np.array([1, longest])

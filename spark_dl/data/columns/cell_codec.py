@@ -94,9 +94,13 @@ def decode(
     """Decodes stored cells as an array # (rows, *shape), or as ragged rows. Tensors are views of the Arrow buffer.
 
     Timestamps, decimals, strings and other columns of external datasets are converted to numbers by their encoding.
-    rows: row numbers in the row group, for error messages; by default the cells are the whole row group.
-    lookup: keeps looked-up strings between the batches of one column.
-    Raises ValueError for a null, and for a cell that does not have the column's dtype and shape.
+
+    Args:
+        rows: row numbers in the row group, for error messages; by default the cells are the whole row group.
+        lookup: keeps looked-up strings between the batches of one column.
+
+    Raises:
+        ValueError: For a null, and for a cell that does not have the column's dtype and shape.
     """
     array = stored.combine_chunks() if isinstance(stored, pa.ChunkedArray) else stored
     if isinstance(array, pa.ChunkedArray):  # combine_chunks keeps chunks that together pass 2 GiB

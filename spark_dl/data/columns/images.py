@@ -25,10 +25,15 @@ class OtherSizeError(ValueError):
 def read_image(cell: Any, shape: Sequence[int | None] = (), how: Encoding | None = None) -> Array:
     """Decodes an image: [height, width, 3] or [height, width], uint8, or uint16 without `resize` and `mode`.
 
-    cell: bytes of the file. shape: expected shape; height and width are checked before the pixels are decoded.
-    how: the settings of `data.encode`: `resize`, `mode`, `orientation`, `interpolation` and `formats`.
-    Raises OtherSizeError for another height or width, ValueError for another mode and for more than 2^27 pixels, before
-    they are decoded, and Pillow's errors for bytes that are not an image.
+    Args:
+        cell: bytes of the file.
+        shape: expected shape; height and width are checked before the pixels are decoded.
+        how: the settings of `data.encode`: `resize`, `mode`, `orientation`, `interpolation` and `formats`.
+
+    Raises:
+        OtherSizeError: For another height or width.
+        ValueError: For another mode and for more than 2^27 pixels, before they are decoded, and Pillow's errors for
+            bytes that are not an image.
     """
     how = how or Encoding("image")
     with _opened(cell, how) as image:
@@ -76,8 +81,13 @@ def image_shape(cell: Any, how: Encoding | None = None) -> tuple[int, ...]:
 
     The checksums of a PNG and the end of a JPEG are verified, so that a file that was cut off is found when it is
     written.
-    how: as for `read_image`. Raises ValueError for bytes that are not such an image, or not a whole one, and for images
-    of another mode than those that the settings take.
+
+    Args:
+        how: as for `read_image`.
+
+    Raises:
+        ValueError: For bytes that are not such an image, or not a whole one, and for images of another mode than those
+            that the settings take.
     """
     how = how or Encoding("image")
     try:

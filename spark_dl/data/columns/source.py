@@ -56,7 +56,9 @@ def check_batch_names(names: Sequence[str], ragged: Sequence[str], weight: str |
     """Raises ValueError for column names that batches reserve. # ragged: the ragged columns among the names
 
     A batch has the weights of its rows as `weight`, and the mask or the offsets of each ragged column.
-    weight: the column of `data.weight`, which may have this name.
+
+    Args:
+        weight: the column of `data.weight`, which may have this name.
     """
     taken = {} if weight == "weight" else {"weight": "the weights of its rows"}
     for name in ragged:

@@ -254,7 +254,8 @@ def delete_dataset(url: str) -> None:
 def delete_replaced(url: str, old: Collection[str], shard_set: ShardSet, token: str) -> None:
     """Deletes the files of the replaced dataset, and files of failed tasks of this write.
 
-    old: names in the folder before this write. Other files may be of another write at the same time.
+    Args:
+        old: names in the folder before this write. Other files may be of another write at the same time.
     """
     keep = {MANIFEST, petastorm_metadata.COMMON_METADATA, *(s.name for s in shard_set.shards)}
     for name in storage.list_names(url):

@@ -30,8 +30,9 @@ def check_memory(
 ) -> None:
     """Raises ValueError if a row group, or a rank's rows of a global batch, do not fit into a loader's memory.
 
-    num_ranks: ranks that read the dataset. num_datasets: datasets that share the memory. Called on the driver, and by
-    every loader.
+    Args:
+        num_ranks: ranks that read the dataset.
+        num_datasets: datasets that share the memory. Called on the driver, and by every loader.
     """
     check_row_groups(shards, columns, config.loader.memory_mib, num_datasets)
     loader = config.loader

@@ -60,8 +60,12 @@ def dealt_rows(
     Round-robin partitioning is deterministic if the DataFrame is, but the order of rows within a partition depends on
     the arrival of shuffle blocks. Therefore each partition is sorted by a hash of the rows, which is independent of the
     order in which they were stored.
-    reference_columns: columns whose vocabularies are used.
-    Raises ValueError for a missing column or a type that cannot become a tensor.
+
+    Args:
+        reference_columns: columns whose vocabularies are used.
+
+    Raises:
+        ValueError: For a missing column or a type that cannot become a tensor.
     """
     with selected_sources(df, data.columns, data, layout, reference_columns) as (selected, sources):
         order = f"order_{uuid.uuid4().hex}"
@@ -120,9 +124,13 @@ def spill(
 ) -> Iterator[Spilled]:
     """Writes the rows of a task to a new folder in `folder`, and deletes it after the block. Called on a rank.
 
-    env: environment of the process that deletes it, which must outlive the rank.
     Errors of cells are returned in the result, so that all ranks raise them in `assemble`.
-    Raises RuntimeError if the disk is not writable.
+
+    Args:
+        env: environment of the process that deletes it, which must outlive the rank.
+
+    Raises:
+        RuntimeError: If the disk is not writable.
     """
     with _temporary_folder(folder, env) as path:
         try:
@@ -223,7 +231,8 @@ class RankRows:
         `for step in loader.epoch(0)` yields `step.micro_batches[0]` (columns, and `weight`, 0 for padding) and
         `step.rows`, the number of true rows over all ranks.
 
-        split: the rows to read, if `validation_fraction` is set: `all`, `train` or `validation`.
+        Args:
+            split: the rows to read, if `validation_fraction` is set: `all`, `train` or `validation`.
         """
         assert self.dataset.placement is not None
         config, own = self.config(batch_size, seed=seed), self.dataset.placement.part

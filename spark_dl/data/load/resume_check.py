@@ -79,8 +79,12 @@ def _digest(*content: Any) -> str:
 def check_rows(shards: ShardSet | Mixture, config: Config, saved: Mapping[str, Any] | None) -> None:
     """Checks that a run can train on these rows. Called on the driver, or with shards.storage="local" on the ranks.
 
-    saved: manifest of the checkpoint to resume from, if any. Raises ValueError if `train.validation_fraction` leaves no
-    training or no validation rows, and as `check_same_rows` does.
+    Args:
+        saved: manifest of the checkpoint to resume from, if any.
+
+    Raises:
+        ValueError: If `train.validation_fraction` leaves no training or no validation rows, and as `check_same_rows`
+            does.
     """
     check_held_out(shards.rows, config.train.validation_fraction, config.train.validation_fold)
     if saved is not None:

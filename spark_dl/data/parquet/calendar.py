@@ -71,7 +71,9 @@ def calendar_of(metadata: pq.FileMetaData) -> Calendar | None:
 class RebasedFile:
     """A Parquet file whose dates, times and intervals are those that Spark reads. All else is as in `pyarrow.parquet`.
 
-    int96: leaves of 96-bit timestamps. intervals: types of intervals, by path without the levels of lists.
+    Args:
+        int96: leaves of 96-bit timestamps.
+        intervals: types of intervals, by path without the levels of lists.
     """
 
     def __init__(

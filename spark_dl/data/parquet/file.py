@@ -49,13 +49,17 @@ def open_file(
 ) -> Any:
     """Opens a local or remote Parquet file. # source: a pyarrow file
 
-    footer_bytes, footer_crc32: size and checksum of the end of the file, from the footer; 0 bytes if unknown.
-    dictionary_columns: columns of strings and bytes that are read as Arrow dictionaries, if they are dictionary-encoded
-        in the file. Their decoded size (`decoded_bytes`) is not in the footer.
-    buffered: whether column chunks are read in small pieces during decoding; for files on a local disk.
     96-bit timestamps, Spark's default, are read as microseconds, as in a DataFrame. Nanoseconds overflow after 2262.
     Dates and times of the old calendar are those that Spark reads (`calendar.py`).
-    Raises ValueError for another checksum of the footer. Reading a page with a wrong checksum raises OSError.
+
+    Args:
+        footer_bytes, footer_crc32: size and checksum of the end of the file, from the footer; 0 bytes if unknown.
+        dictionary_columns: columns of strings and bytes that are read as Arrow dictionaries, if they are
+            dictionary-encoded in the file. Their decoded size (`decoded_bytes`) is not in the footer.
+        buffered: whether column chunks are read in small pieces during decoding; for files on a local disk.
+
+    Raises:
+        ValueError: For another checksum of the footer. Reading a page with a wrong checksum raises OSError.
     """
     options = _options(buffered)
     if footer_bytes:
@@ -181,10 +185,15 @@ except ImportError:  # no wheel for this processor
 def read_plain(source: Any, chunk: Any, *, levels: int, cell_bytes: int, rows: int, memory: BufferPool) -> Bytes | None:
     """Returns the stored cells of a column chunk, or None if it has another encoding. # (rows, cell_bytes)
 
-    source: a pyarrow file, not shared between threads. chunk: metadata of the column chunk. levels: its maximum
-    definition level (0 for a required column, 1 for an optional one). cell_bytes: the size of every cell; lengths of
-    byte arrays are removed. memory: pool of the returned array.
-    Raises ValueError if a page's checksum does not match its bytes.
+    Args:
+        source: a pyarrow file, not shared between threads.
+        chunk: metadata of the column chunk.
+        levels: its maximum definition level (0 for a required column, 1 for an optional one).
+        cell_bytes: the size of every cell; lengths of byte arrays are removed.
+        memory: pool of the returned array.
+
+    Raises:
+        ValueError: If a page's checksum does not match its bytes.
     """
     is_binary = chunk.physical_type == "BYTE_ARRAY"
     is_plain = levels <= 1 and chunk.compression == "UNCOMPRESSED" and chunk.dictionary_page_offset is None

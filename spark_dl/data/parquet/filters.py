@@ -205,8 +205,11 @@ def typed_conditions(
 ) -> AnyOf:
     """Converts the values of `data.filters` to the types of the columns. # types: stored types by column name
 
-    encodings: encodings of our shards, where strings are converted to ticks or vocabulary indices.
-    Raises ValueError for a value that does not match its column.
+    Args:
+        encodings: encodings of our shards, where strings are converted to ticks or vocabulary indices.
+
+    Raises:
+        ValueError: For a value that does not match its column.
     """
     return tuple(
         tuple(

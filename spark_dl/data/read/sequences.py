@@ -263,9 +263,12 @@ def _breaks(
 ) -> Ints:
     """Returns the rows that begin a run, without the first row. # each (rows,) -> (breaks,)
 
-    has_unknown: whether the group has the number 0 for all words that its vocabulary lacks.
-    Raises ValueError if the order decreases, and for groups that cannot be told apart. For its message, the first row
-    is row `first` of row group `number`.
+    Args:
+        has_unknown: whether the group has the number 0 for all words that its vocabulary lacks.
+
+    Raises:
+        ValueError: If the order decreases, and for groups that cannot be told apart. For its message, the first row is
+            row `first` of row group `number`.
     """
     order = cells[0] if sequences.order else None
     is_new = np.zeros(max(0, len(cells[0]) - 1), dtype=bool)

@@ -50,10 +50,13 @@ class DiskCache:
 
         Remote files are cached if they fit.
 
-        sha256, size: checksum and size in bytes, from the manifest. Without a checksum, versions of the file are
-            distinguished by its current size and modification time.
-        Raises OSError if the file does not exist or has another size or checksum; ValueError for a cache folder that
-        other users have access to.
+        Args:
+            sha256, size: checksum and size in bytes, from the manifest. Without a checksum, versions of the file are
+                distinguished by its current size and modification time.
+
+        Raises:
+            OSError: If the file does not exist or has another size or checksum.
+            ValueError: For a cache folder that other users have access to.
         """
         if storage.is_local(url):
             return storage.open_input(url)

@@ -125,13 +125,15 @@ def store_shards(
     Called on the driver. Without a store, without a key, or without permission to write a lease, the shards are written
     at `url`, and the log says why. The lease protects the shards until it is released.
 
-    key: a name for the rows, if the plan of the DataFrame gives no key: a plan that is not deterministic, or Spark
-        Connect. DataFrames with the same name, schema and settings have the same shards, so the name must change
-        whenever the rows change.
-
-    run: owner of the lease, for people. reference_columns, before_commit: as for `write_shards`.
     Raises as `write_shards` does; ValueError if shards cannot be stored and there is no `url`; RuntimeError if the
     source files change while they are read.
+
+    Args:
+        key: a name for the rows, if the plan of the DataFrame gives no key: a plan that is not deterministic, or Spark
+            Connect. DataFrames with the same name, schema and settings have the same shards, so the name must change
+            whenever the rows change.
+        run: owner of the lease, for people.
+        reference_columns, before_commit: as for `write_shards`.
     """
     layout, columns = shards or Shards(), columns or data.columns
     reason = "shards.store is not set"
@@ -177,7 +179,8 @@ def find_or_write(
 ) -> tuple[ShardSet, Lease]:
     """Returns the dataset of a key, from the store or from `write(url)`, and a lease. Called on the driver.
 
-    trusted: `shards.trusted_writers`.
+    Args:
+        trusted: `shards.trusted_writers`.
     """
     user_ids = _trusted_ids(store, trusted)
     folder = storage.join(storage.absolute(store), key)

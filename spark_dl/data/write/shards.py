@@ -59,7 +59,8 @@ _log = logging.getLogger("spark_dl")
 def run_tasks(df: DataFrame, task: Any, description: str) -> list[PartitionResult]:
     """Runs a task over the partitions of a DataFrame. Raises RuntimeError, with its cause, if a task cannot write.
 
-    description: of the job, in Spark's UI.
+    Args:
+        description: of the job, in Spark's UI.
     """
     try:
         rows = collect(df.mapInArrow(task, "part string"), description)
@@ -91,8 +92,9 @@ def read_once(df: DataFrame, what: str) -> Iterator[DataFrame]:
     the executors until the block ends (`DataFrame.localCheckpoint`); if an executor is lost, a job that reads them
     fails, so that no row is computed again.
 
-    what: what reads the rows several times, for messages. Raises ValueError over a Spark Connect server that cannot
-    keep rows (Spark 3.5).
+    Args:
+        what: what reads the rows several times, for messages. Raises ValueError over a Spark Connect server that cannot
+            keep rows (Spark 3.5).
     """
     if _is_decided(df):
         yield df

@@ -29,10 +29,12 @@ def source_columns(
 ) -> tuple[SourceColumn, ...]:
     """The source columns of a DataFrame, with `data.encode` and `data.fill` applied. Called on the driver.
 
-    weight: the column of `data.weight`.
+    Args:
+        weight: the column of `data.weight`.
 
-    Raises ValueError for a missing column, with the nearest name, for a type that cannot become a tensor, and for
-    settings that do not fit the type.
+    Raises:
+        ValueError: For a missing column, with the nearest name, for a type that cannot become a tensor, and for
+            settings that do not fit the type.
     """
     check_names("encode", encode or {}, names)
     check_names("fill", fill or {}, names)

@@ -23,9 +23,12 @@ def with_vocabularies(
 ) -> tuple[SourceColumn, ...]:
     """The columns with their vocabularies: configured, known from another dataset, or counted in the DataFrame.
 
-    df: the columns, in their order, as c0, c1 ... One aggregation counts the strings of all columns without a
-    vocabulary, ordered by count, then by code point. Raises ValueError if more than `max_size` strings occur
-    `min_count` times, if none does, and if there are no rows.
+    Args:
+        df: the columns, in their order, as c0, c1 ... One aggregation counts the strings of all columns without a
+            vocabulary, ordered by count, then by code point.
+
+    Raises:
+        ValueError: If more than `max_size` strings occur `min_count` times, if none does, and if there are no rows.
     """
     columns = [
         replace(c, encoding=replace(c.encoding, vocabulary=known[c.name]))
@@ -105,7 +108,8 @@ def _pair_with(number: Expression) -> Callable[[Expression], Expression]:
 def with_mean_sizes(df: DataFrame, columns: Sequence[SourceColumn]) -> tuple[SourceColumn, ...]:
     """The columns with the mean number of elements per cell, where it varies, estimated from a sample of rows.
 
-    df: the columns, in their order, as c0, c1 ...
+    Args:
+        df: the columns, in their order, as c0, c1 ...
     """
     from pyspark.sql import functions as F
 

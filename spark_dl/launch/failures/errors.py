@@ -182,22 +182,24 @@ def _shell() -> Any:
 class RankError(RuntimeError):
     """A rank failed, and the job was ended. The message has the reason, the traceback of the rank, and what to do.
 
-    rank: the failed rank; None if it failed before the ranks were dealt.
-    host, pid: host and process id of the rank.
-    executor: Spark's id of its executor, or `host:port` where the executor does not know its id, as on YARN. device: of
-    the rank, such as `cuda:0` or `cpu`. Each is empty if it is not known.
-    reason: the root cause, without tracebacks.
-    rank_traceback: the traceback on the rank; empty for a rank that was killed or that hangs.
-    rank_output: the last lines that the rank has written, if they were not shown; else empty.
-    step: optimizer step that the rank was in, from 1; None before the first one. phase: what it did there. Those of a
-    killed or silent rank come from its last heartbeat.
-    error: what the rank raised, as "Type: message"; empty for a rank that was killed or that hangs.
-    is_retryable: whether another attempt can succeed. It cannot after an error of the code or of the data.
-    earlier: reasons of the failures of earlier attempts, oldest first.
-    stacks: after a hang, where each rank was, with the stacks of its threads.
-    advice: how to go on from the last checkpoint, of a run that has a run folder.
-    hosts: of the ranks of the attempt, as far as they are known; none over Spark Connect.
     rank and pid are None if only Spark reports the failure, for example of a killed rank over Spark Connect.
+
+    Args:
+        rank: the failed rank; None if it failed before the ranks were dealt.
+        host, pid: host and process id of the rank.
+        executor: Spark's id of its executor, or `host:port` where the executor does not know its id, as on YARN.
+        device: of the rank, such as `cuda:0` or `cpu`. Each is empty if it is not known.
+        reason: the root cause, without tracebacks.
+        rank_traceback: the traceback on the rank; empty for a rank that was killed or that hangs.
+        rank_output: the last lines that the rank has written, if they were not shown; else empty.
+        step: optimizer step that the rank was in, from 1; None before the first one.
+        phase: what it did there. Those of a killed or silent rank come from its last heartbeat.
+        error: what the rank raised, as "Type: message"; empty for a rank that was killed or that hangs.
+        is_retryable: whether another attempt can succeed. It cannot after an error of the code or of the data.
+        earlier: reasons of the failures of earlier attempts, oldest first.
+        stacks: after a hang, where each rank was, with the stacks of its threads.
+        advice: how to go on from the last checkpoint, of a run that has a run folder.
+        hosts: of the ranks of the attempt, as far as they are known; none over Spark Connect.
     """
 
     def __init__(
@@ -294,7 +296,9 @@ def describe(
 
     Its texts can come from the data. Control characters are written out, so that a log shows them as they are.
 
-    output: the last lines of the rank, each with its stream. is_shown: whether the driver has got them already.
+    Args:
+        output: the last lines of the rank, each with its stream.
+        is_shown: whether the driver has got them already.
     """
     lines = harmless("\n".join(line for _, line in output)[-_OUTPUT_CHARACTERS:])
     about = {"error": _text_of(error), "is_retryable": is_retryable(error), "collective": last_collective()}

@@ -53,7 +53,8 @@ def last_number(who: Mapping[str, Any]) -> int | None:
 def mismatch(known: Mapping[int, Mapping[str, Any]]) -> str:
     """Returns which ranks are in different operations of the same number; empty if none are.
 
-    known: what each task has reported, with `rank` and, after a stall, its last `collective`.
+    Args:
+        known: what each task has reported, with `rank` and, after a stall, its last `collective`.
     """
     numbers: dict[tuple[str, int], dict[str, list[int]]] = {}
     for who in sorted((who for who in known.values() if who.get("rank") is not None), key=lambda who: who["rank"]):
@@ -97,7 +98,9 @@ def behind(tasks: list[int], known: Mapping[int, Mapping[str, Any]]) -> str:
 def aborted_by_gloo(crash: str, raised: Sequence[Mapping[str, Any]]) -> str:
     """Returns why a process that was in a collective operation has probably aborted itself; empty if it was in none.
 
-    crash: its stacks. raised: the failures of other tasks.
+    Args:
+        crash: its stacks.
+        raised: the failures of other tasks.
     """
     if "torch/distributed/" not in crash:
         return ""
@@ -172,8 +175,10 @@ def root_cause(
 
     A rank that aborts itself (SIGABRT) while another one is silent has waited for it: threads of Gloo end so.
 
-    known: what each task has reported about itself. silent: seconds since the last heartbeat, of the silent tasks.
-    memories: the memory of the tasks, by their last heartbeats.
+    Args:
+        known: what each task has reported about itself.
+        silent: seconds since the last heartbeat, of the silent tasks.
+        memories: the memory of the tasks, by their last heartbeats.
     """
     found = _first_of_all(failures, known, error, silent, memories or {})
     if isinstance(found, RankError):
@@ -248,7 +253,8 @@ def _error_of_lost(
 ) -> RankError:
     """Returns the error of a task whose process has ended without a word, or in the handler of a signal.
 
-    raised: the failures of other tasks.
+    Args:
+        raised: the failures of other tasks.
     """
     who = known.get(task, {})
     place, peak, crash = _place(who), rank_state.memory_in_words(memories.get(task)), who.get("crash", "")

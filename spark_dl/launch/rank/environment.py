@@ -453,7 +453,9 @@ def own_groups(world: World, timeout_s: float) -> Iterator[None]:
     Without keys of its own, a second process group reads the addresses of the first one and fails to connect: torch
     takes the store of an agent for a new one each time. All ranks must create their groups in the same order.
 
-    timeout_s: the limit of a collective operation, if the call does not set one; torch's default is 10 or 30 minutes.
+    Args:
+        timeout_s: the limit of a collective operation, if the call does not set one; torch's default is 10 or 30
+            minutes.
     """
     limits = ("default_pg_timeout", "default_pg_nccl_timeout")
     torch_limits = {name: getattr(distributed_c10d, name) for name in limits if hasattr(distributed_c10d, name)}
@@ -491,7 +493,8 @@ def first_step_checked(world: World, *, may_be_alone: bool = False) -> Iterator[
     Without a process group, a rank trains alone: no gradient of another rank reaches it, and nobody notices. Programs
     for torchrun use the GPU with the index `LOCAL_RANK`, which can be one of another application.
 
-    may_be_alone: whether a step without a process group is meant (`launch.independent_ranks`).
+    Args:
+        may_be_alone: whether a step without a process group is meant (`launch.independent_ranks`).
     """
     looks_alone = world.world_size > 1 and not may_be_alone
     if not (looks_alone or world.gpus):

@@ -47,7 +47,8 @@ class Seen:
     def identity(self, index: int, address: str = "") -> str:
         """Returns a name of a GPU that is unique on its host; one with a UUID is unique everywhere.
 
-        address: the GPU's address of Spark.
+        Args:
+            address: the GPU's address of Spark.
         """
         if self.are_slices and address.startswith("MIG-"):
             return address
@@ -70,8 +71,11 @@ def _with_prefix(uuid: str) -> str:
 def gpus_of_task(wanted: str, resources: Mapping[str, Any]) -> tuple[torch.device, ...]:
     """Returns the GPUs that Spark assigned to a task; empty on the CPU. Called on a worker.
 
-    wanted: `launch.device`. Raises RuntimeError if it is "cuda" and the task has no GPU, and if torch cannot use the
-    task's GPU.
+    Args:
+        wanted: `launch.device`.
+
+    Raises:
+        RuntimeError: If it is "cuda" and the task has no GPU, and if torch cannot use the task's GPU.
     """
     addresses = addresses_of(resources)
     if wanted == "cpu" or (wanted == "auto" and not addresses):
@@ -124,8 +128,11 @@ def listed_uuids() -> dict[str, str]:
 def device_indices(addresses: Sequence[str], seen: Seen) -> list[int]:
     """Returns torch's indices of the GPUs with Spark's addresses.
 
-    addresses: output of the discovery script: indices on the host, or UUIDs (`GPU-...`, `MIG-...`).
-    Raises RuntimeError if an address is not found.
+    Args:
+        addresses: output of the discovery script: indices on the host, or UUIDs (`GPU-...`, `MIG-...`).
+
+    Raises:
+        RuntimeError: If an address is not found.
     """
     count = len(seen.uuids)
     places = [_place(address, seen) for address in addresses]
@@ -161,8 +168,12 @@ def gpus_of_local_rank(
 ) -> tuple[torch.device, ...]:
     """Returns the GPUs of a rank for which Spark assigns none: under torchrun, and in local mode. Empty on the CPU.
 
-    wanted: `launch.device`. With `gpus_per_rank` "auto", a rank has one GPU, or all if it is the only rank on its host.
-    Raises RuntimeError if there are too few GPUs for the ranks on this host.
+    Args:
+        wanted: `launch.device`. With `gpus_per_rank` "auto", a rank has one GPU, or all if it is the only rank on its
+            host.
+
+    Raises:
+        RuntimeError: If there are too few GPUs for the ranks on this host.
     """
     if wanted == "cpu" or gpus_per_rank == 0:
         return ()

@@ -60,7 +60,8 @@ def command_of(pid: int) -> str:
 def end(find: Callable[[], Iterable[int]], *, polite_s: float, limit_s: float) -> set[int]:
     """Ends the processes that are found, politely first, until none is found. Returns those that run at the limit.
 
-    find: called again and again, as processes start others meanwhile.
+    Args:
+        find: called again and again, as processes start others meanwhile.
     """
     start, asked = time.monotonic(), set()
     while True:

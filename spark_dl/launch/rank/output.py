@@ -38,9 +38,10 @@ faulthandler walks the stacks of all threads, which it does without stopping the
 class Output:
     """Reads what this process and its children write, while it is open. Called on a rank.
 
-    send: sends an event to the driver; returns False if the event was dropped.
-    log_file: returns the path of a file for the output as well, as soon as it is known; None until then.
-    has_log: whether the output also goes where it would go without this object, the executor's log.
+    Args:
+        send: sends an event to the driver; returns False if the event was dropped.
+        log_file: returns the path of a file for the output as well, as soon as it is known; None until then.
+        has_log: whether the output also goes where it would go without this object, the executor's log.
     """
 
     def __init__(

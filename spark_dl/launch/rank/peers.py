@@ -200,7 +200,8 @@ def child_env(me: Peer, local: Sequence[Peer]) -> dict[str, str]:
     In the child, the GPU of local rank n has the index n, as programs for torchrun expect. Ranks that share a GPU see
     only their own.
 
-    local: the ranks of the same place, by local rank.
+    Args:
+        local: the ranks of the same place, by local rank.
     """
     if not me.names:
         return {"CUDA_VISIBLE_DEVICES": ""}

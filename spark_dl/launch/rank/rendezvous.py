@@ -65,13 +65,16 @@ def join(
     """Joins the other ranks, in a barrier task or under torchrun. Leaves on success, and aborts on an error.
 
     Collective: every rank of the job calls it.
-    init_group: creates the default process group (`World.backend`). Without it, the user's code can call
-        `torch.distributed.init_process_group()`, as under torchrun.
-    for_script: the ranks start programs, which can use a TCPStore alone; anybody who reaches its port can use it.
-    use_gpu: makes the rank's GPU the current device. It then takes some of the GPU's memory for this process.
 
-    Raises RuntimeError if not all ranks join within `launch.start_timeout_s`, or as `check_peers` does.
-    Under torchrun, ranks that fail as a consequence raise the error of the rank that failed first.
+    Args:
+        init_group: creates the default process group (`World.backend`). Without it, the user's code can call
+            `torch.distributed.init_process_group()`, as under torchrun.
+        for_script: the ranks start programs, which can use a TCPStore alone; anybody who reaches its port can use it.
+        use_gpu: makes the rank's GPU the current device. It then takes some of the GPU's memory for this process.
+
+    Raises:
+        RuntimeError: If not all ranks join within `launch.start_timeout_s`, or as `check_peers` does. Under torchrun,
+            ranks that fail as a consequence raise the error of the rank that failed first.
     """
     context = _barrier_context()
     with restored_process(), closed_when_connected(), contextlib.ExitStack() as cleanup:
@@ -374,7 +377,8 @@ class Group:
 def group_of(world: World, hosts: Sequence[str], num_ranks: int) -> Group:
     """Returns the group of a rank: consecutive ranks, `num_ranks` in each group. Pure.
 
-    hosts: host of each rank of the job. Ranks of a host are consecutive.
+    Args:
+        hosts: host of each rank of the job. Ranks of a host are consecutive.
     """
     first = world.rank - world.rank % num_ranks
     own = tuple(hosts[first : first + num_ranks])
@@ -391,8 +395,12 @@ def joined(group: Group, name: str, launch: Launch, *, has_group: bool) -> Itera
     """Joins the other ranks of the group for one piece of work. Leaves on success, and aborts on an error.
 
     Collective in the group. The process is restored after the block: environment, torch's settings, generators.
-    name: unique in the job. has_group: whether the ranks form a process group.
+
     Raises OtherRankError instead of an error in the block that follows from the failure of another rank on a GPU.
+
+    Args:
+        name: unique in the job.
+        has_group: whether the ranks form a process group.
     """
     world = dataclasses.replace(group.world, store=dist.PrefixStore(name, group.world.store))
     different = list(dict.fromkeys(group.hosts))

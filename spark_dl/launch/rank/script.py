@@ -75,8 +75,10 @@ def read_script(program: str | os.PathLike[str], args: Sequence[Any], env: Mappi
 def run_script(script: Script, *, gpu_env: Mapping[str, str] | None = None) -> None:
     """Runs the program in a child process until it ends. Called on a rank, with torchrun's environment.
 
-    gpu_env: `World.child_env`. The user's variables come first.
     Raises ScriptError with the exit code, or the signal, of a program that fails.
+
+    Args:
+        gpu_env: `World.child_env`. The user's variables come first.
     """
     with _on_this_host(script) as command:
         folder = script.folder if os.path.isdir(script.folder) else None

@@ -84,8 +84,9 @@ class Sender:
     ):
         """stall_s: without progress for so long, the stacks of this process are sent, once. start_s: before it joins.
 
-        lost_s: the connection is lost if the driver's host does not confirm what is sent for so long. on_lost: called
-        in the sender's thread, with the error, when the connection is lost before `close`.
+        Args:
+            lost_s: the connection is lost if the driver's host does not confirm what is sent for so long.
+            on_lost: called in the sender's thread, with the error, when the connection is lost before `close`.
         """
         self._task, self._lost_s, self._on_lost = task, lost_s, on_lost
         self._stall_s, self._stall_when_joined_s = min(start_s, stall_s), stall_s
@@ -163,8 +164,9 @@ class Sender:
     def ask(self, event: Mapping[str, Any], timeout_s: float, limit: str) -> Any:
         """Sends an event, and returns the driver's answer. Only one thread of a rank asks, and only if it is connected.
 
-        limit: the message of the RuntimeError if the driver does not answer in time. Also raises RuntimeError if the
-        driver has gone, and ValueError for an event of more than 1 MiB.
+        Args:
+            limit: the message of the RuntimeError if the driver does not answer in time. Also raises RuntimeError if
+                the driver has gone, and ValueError for an event of more than 1 MiB.
         """
         assert self._conn is not None
         if (frame := self._frame(event)) is None:
@@ -256,8 +258,10 @@ class Reporter:
     ):
         """me: `host` and `pid`, and later `rank`, which every event has. secret: of the ranks' store.
 
-        tasks: those of the barrier job that are ranks. executor: of this rank, which its first events have.
-        waits_for_rows: whether they first get the rows of a DataFrame.
+        Args:
+            tasks: those of the barrier job that are ranks.
+            executor: of this rank, which its first events have.
+            waits_for_rows: whether they first get the rows of a DataFrame.
         """
         self.waits_for_rows = waits_for_rows
         self._sender, self._me, self.secret, self.tasks = sender, me, secret, tasks

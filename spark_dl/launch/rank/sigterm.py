@@ -74,7 +74,8 @@ def postponed(grace_s: float) -> Iterator[Notice]:
 def end(report: Callable[[Mapping[str, Any]], Any]) -> NoReturn:
     """Ends this process by SIGTERM, after a checkpoint of all ranks.
 
-    report: of events to the driver, which first gets those that are queued.
+    Args:
+        report: of events to the driver, which first gets those that are queued.
     """
     getattr(report, "flush", lambda: None)()
     faulthandler.unregister(signal.SIGTERM)

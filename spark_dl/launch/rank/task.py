@@ -90,12 +90,16 @@ def rank_task(
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
     """Returns the function that Spark runs as the task of one rank. Called on the driver.
 
-    packed: the call, of `payload.pack_call`. address: that of the driver's listener.
-    env: environment variables of the user. run_env: those of the run.
-    attempt: with the hosts whose tasks are not ranks.
-    has_source: whether the input of the task are rows for the function.
-    secret: of the store that the ranks share. result_limit_bytes: of the result of a rank.
-    has_log: whether this process writes to the log of an executor, and not to the terminal of the driver.
+    Args:
+        packed: the call, of `payload.pack_call`.
+        address: that of the driver's listener.
+        env: environment variables of the user.
+        run_env: those of the run.
+        attempt: with the hosts whose tasks are not ranks.
+        has_source: whether the input of the task are rows for the function.
+        secret: of the store that the ranks share.
+        result_limit_bytes: of the result of a rank.
+        has_log: whether this process writes to the log of an executor, and not to the terminal of the driver.
     """
     driver = versions()
 

@@ -42,7 +42,9 @@ class BucketSize:
     def choose(self, model: nn.Module, backward: Callable[[], object], world: World) -> float:
         """Returns the size in MiB. Collective. With `auto`, the first call measures all-reduces of some sizes.
 
-        backward: runs a backward pass of the bare model on this rank, of a micro-batch whose gradients are exchanged.
+        Args:
+            backward: runs a backward pass of the bare model on this rank, of a micro-batch whose gradients are
+                exchanged.
         """
         if self.mib is None:
             ready_s, sizes = time_gradients(model, backward)

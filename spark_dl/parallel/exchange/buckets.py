@@ -37,9 +37,11 @@ def all_reduce_times(
 ) -> list[tuple[float, float]]:
     """Returns the start and end of each bucket's all-reduce, in seconds from the start of backward.
 
-    ready_s: when each gradient is ready.
-    all_reduce_s: (bytes) -> seconds of an all-reduce.
     A bucket starts when its last gradient is ready and the bucket before it is done.
+
+    Args:
+        ready_s: when each gradient is ready.
+        all_reduce_s: (bytes) -> seconds of an all-reduce.
     """
     times: list[tuple[float, float]] = []
     free = 0.0

@@ -76,8 +76,10 @@ def build_part(
 ) -> Part:
     """Builds the model, and keeps this rank's part of it on its device. Collective.
 
-    clock: measures the exchange of tokens between experts.
     Raises ValueError as `build_chain`, `resolve_tensor_plan` and `find_experts` do.
+
+    Args:
+        clock: measures the exchange of tokens between experts.
     """
     settings = config.parallel
     assert isinstance(settings, Mesh)
@@ -146,8 +148,12 @@ def build_part(
 def cut_of(chain: Sequence[Layer], settings: Mesh, plan: Mapping[str, str], times: Sequence[float]) -> list[int]:
     """Returns the number of layers of each stage: as `parallel.stages` says, or with near-equal times. On any side.
 
-    times: seconds, or any cost, of each layer. plan: how modules are cut over tensor ranks, by name.
-    Raises ValueError if the stages cannot be cut so.
+    Args:
+        times: seconds, or any cost, of each layer.
+        plan: how modules are cut over tensor ranks, by name.
+
+    Raises:
+        ValueError: If the stages cannot be cut so.
     """
     units, num_stages = units_of(chain, plan), settings.pipeline * settings.stages_per_rank
     ends = [0, *itertools.accumulate(units)]
@@ -186,7 +192,8 @@ def _broadcast(model: nn.Module, groups: Groups, experts: Collection[str]) -> No
     """Makes the weights of all data ranks those of the first one that has them, as DDP does. Kinds of CPUs can differ
     in bits.
 
-    experts: names of the parameters that only the ranks with the same experts have.
+    Args:
+        experts: names of the parameters that only the ranks with the same experts have.
     """
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         group = groups.holders(of_experts=name in experts).everyone

@@ -28,12 +28,13 @@ class Place(NamedTuple):
 class Dims:
     """The sizes of a mesh. Their product is the number of ranks.
 
-    pipeline: number of ranks that have different layers.
-    data: number of parts of each global batch.
-    tensor: number of ranks that have slices of the same layers.
-    experts: number of ranks that have different experts; they are data ranks, too, so `data` is a multiple of it.
-    shards: number of data ranks that have different shards of the weights and the optimizer's state. `data` is a
-        multiple of it. If it is less, the shards have replicas (HSDP).
+    Args:
+        pipeline: number of ranks that have different layers.
+        data: number of parts of each global batch.
+        tensor: number of ranks that have slices of the same layers.
+        experts: number of ranks that have different experts; they are data ranks, too, so `data` is a multiple of it.
+        shards: number of data ranks that have different shards of the weights and the optimizer's state. `data` is a
+            multiple of it. If it is less, the shards have replicas (HSDP).
     """
 
     pipeline: int
@@ -115,8 +116,11 @@ def mesh_of(
 ) -> Dims:
     """Returns the mesh of a number of ranks; data ranks are what pipeline and tensor leave.
 
-    replicas: number of copies of sharded state. shard: whether the state is sharded over the data ranks at all.
     Raises ValueError, with the setting, if the sizes do not divide the number of ranks.
+
+    Args:
+        replicas: number of copies of sharded state.
+        shard: whether the state is sharded over the data ranks at all.
     """
     data, rest = divmod(num_ranks, pipeline * tensor)
     if rest or not data:

@@ -90,9 +90,10 @@ class FlatGradients:
     ):
         """kinds: of parameters, by name. Those of different kinds are in different buckets.
 
-        experts: names of the parameters that only the ranks with the same experts have.
-        find_unused: whether steps may leave out parameters (`Mesh.find_unused_parameters`); None if that is not known,
-            as in pipelines whose schedules set gradients without hooks.
+        Args:
+            experts: names of the parameters that only the ranks with the same experts have.
+            find_unused: whether steps may leave out parameters (`Mesh.find_unused_parameters`); None if that is not
+                known, as in pipelines whose schedules set gradients without hooks.
         """
         self._stage, self._clock, self._finds_unused = stage, clock, find_unused
         self._fired: set[int] = set()
@@ -406,9 +407,10 @@ def shard_fully(
     The weights of a unit are gathered for its forward and its backward pass, so a rank has the whole weights of one
     unit at a time, or of two while it gathers the next one.
 
-    units: modules of the model that are called as modules. Those that share parameters are gathered together.
-    with_rest: whether the model is called as a whole, so that its other parameters are sharded, too.
-    mesh: of the axis `shards`, or of `replicas` and `shards`.
+    Args:
+        units: modules of the model that are called as modules. Those that share parameters are gathered together.
+        with_rest: whether the model is called as a whole, so that its other parameters are sharded, too.
+        mesh: of the axis `shards`, or of `replicas` and `shards`.
     """
     for together in _with_shared_parameters([unit for unit in units if next(unit.parameters(), None) is not None]):
         fully_shard(together if len(together) > 1 else together[0], mesh=mesh)

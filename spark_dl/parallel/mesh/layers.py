@@ -46,11 +46,13 @@ class Tied(NamedTuple):
 def build_chain(model: nn.Module, layers: Sequence[str] | None = None) -> list[Layer]:
     """Returns the layers that are the model, in the order in which they are called. On any side.
 
-    layers: names or patterns, such as `["embed", "layers.*", "norm", "head"]`. A `*` stands for one part of a name, or
-        within it. The default is the children of an `nn.Sequential`, also of those within it.
+    Args:
+        layers: names or patterns, such as `["embed", "layers.*", "norm", "head"]`. A `*` stands for one part of a name,
+            or within it. The default is the children of an `nn.Sequential`, also of those within it.
 
-    Raises ValueError for a pattern without a match, a layer listed twice, parameters or buffers that no layer has, and
-    a model without a default.
+    Raises:
+        ValueError: For a pattern without a match, a layer listed twice, parameters or buffers that no layer has, and a
+            model without a default.
     """
     if layers is None:
         chain = list(_of_sequential(model, ""))
@@ -169,9 +171,11 @@ def tensors_of(value: object) -> tuple[Tensor, ...] | None:
 def balance(times: Sequence[float], num_stages: int) -> list[int]:
     """Cuts a chain into stages so that the slowest stage is as fast as possible. Pure.
 
-    times: seconds, or any cost, of each layer. Returns the number of layers of each stage, at least one.
     Dynamic programming over (stages, layers): exact, O(stages * layers^2). Of equal cuts, the one with more layers in
     the first stages. Raises ValueError if there are fewer layers than stages.
+
+    Args:
+        times: seconds, or any cost, of each layer. Returns the number of layers of each stage, at least one.
     """
     check_enough(len(times), num_stages)
     before = [0.0, *itertools.accumulate(float(time) for time in times)]
@@ -224,10 +228,12 @@ def cut_chain(chain: Sequence[Layer], cut: Sequence[int]) -> list[list[Layer]]:
 def find_experts(model: nn.Module, patterns: Sequence[str] | None, settings: Mesh) -> list[str]:
     """Returns the names of the `MoE` layers of a whole model whose experts are divided among ranks. On any side.
 
-    patterns: `ModelSpec.experts`.
+    Args:
+        patterns: `ModelSpec.experts`.
 
-    Raises ValueError if there is no such layer, if its experts cannot be divided equally, and for an auxiliary loss in
-    a pipeline.
+    Raises:
+        ValueError: If there is no such layer, if its experts cannot be divided equally, and for an auxiliary loss in a
+            pipeline.
     """
     layers = moe_layers(model)
     for name, layer in layers.items():
@@ -275,7 +281,8 @@ def _matching(model: nn.Module, layers: Collection[str], patterns: Sequence[str]
 def cut_experts(model: nn.Module, names: Collection[str], groups: Groups) -> dict[str, Layout]:
     """Cuts the experts of layers to those of this rank, in place. Each rank keeps consecutive experts. Not collective.
 
-    names: from `find_experts`. Returns what this rank has of the parameters that are cut, by name.
+    Args:
+        names: from `find_experts`. Returns what this rank has of the parameters that are cut, by name.
     """
     ranks, index = groups.dims.experts, groups.at.data % groups.dims.experts
     found = {}
@@ -291,7 +298,10 @@ def cut_experts(model: nn.Module, names: Collection[str], groups: Groups) -> dic
 def connect_experts(model: nn.Module, names: Collection[str], groups: Groups, clock: ExchangeClock | None) -> None:
     """Tells layers with which ranks they exchange tokens. Not collective.
 
-    model: with the layers of this rank. names: from `find_experts`. clock: measures the exchange of tokens.
+    Args:
+        model: with the layers of this rank.
+        names: from `find_experts`.
+        clock: measures the exchange of tokens.
     """
     if groups.experts is not None:
         for layer in _layers(model, names).values():

@@ -52,12 +52,14 @@ class PipeDream:
     """One rank, which is one stage, of an asynchronous pipeline.
 
     The arguments are those of `Pipeline`; the stages are as many as the ranks of `group`.
-    vertical_sync: whether all stages compute a mini-batch with the weights after the same updates.
 
     One step of training is `forward_backward`, then the exchange of `.grad` with ranks that have the same stage, if
     there are any, then `step`. The gradients are those of an earlier mini-batch. In the first steps there are none, and
     `step` does nothing. `settle` computes what is left, so that all mini-batches are in the weights. It must be called
     before an evaluation and a checkpoint, whose state is that of the model and the optimizer alone.
+
+    Args:
+        vertical_sync: whether all stages compute a mini-batch with the weights after the same updates.
     """
 
     def __init__(
@@ -142,7 +144,8 @@ class PipeDream:
     def settle(self, optimizer: torch.optim.Optimizer, reduce: Callable[[], None] = lambda: None) -> None:
         """Computes the backward passes that are left, and applies their gradients. Collective over the pipeline.
 
-        reduce: called after each backward pass, for the exchange of `.grad` with ranks that have the same stage.
+        Args:
+            reduce: called after each backward pass, for the exchange of `.grad` with ranks that have the same stage.
         """
         while self._flight:
             self._backward()

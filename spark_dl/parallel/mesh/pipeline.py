@@ -45,14 +45,16 @@ def ranks_of_stages(num_stages: int, num_ranks: int, schedule: str) -> list[int]
 class Pipeline:
     """One rank of a synchronous pipeline. After each step, the weights are those of a single process.
 
-    model: built on the CPU, on every rank with the same weights. `module` is this object, with only the layers of this
-        rank, on `device`. The storage of the others is freed.
-    chain: from `build_chain(model, spec.layers)`. cut: number of layers of each stage, first stage first, such as from
-        `balance(times, num_ranks * stages_per_rank)`.
-    group: the ranks of the pipeline, in order. Rank r has the stages r, r + num_ranks ...; with `zbv` the stages r and
-        2 * num_ranks - 1 - r.
-
     Build the optimizer of `module.parameters()` after this object. Not collective.
+
+    Args:
+        model: built on the CPU, on every rank with the same weights. `module` is this object, with only the layers of
+            this rank, on `device`. The storage of the others is freed.
+        chain: from `build_chain(model, spec.layers)`.
+        cut: number of layers of each stage, first stage first, such as from `balance(times, num_ranks *
+            stages_per_rank)`.
+        group: the ranks of the pipeline, in order. Rank r has the stages r, r + num_ranks ...; with `zbv` the stages r
+            and 2 * num_ranks - 1 - r.
     """
 
     def __init__(

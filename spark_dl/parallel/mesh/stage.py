@@ -77,7 +77,8 @@ def forward_replaced(model: nn.Module, forward: Callable[..., Any]) -> Iterator[
 class Stage:
     """Consecutive layers of a model.
 
-    model: the object that `spec.forward` is called with. Its own forward pass is not used.
+    Args:
+        model: the object that `spec.forward` is called with. Its own forward pass is not used.
     """
 
     def __init__(
@@ -91,7 +92,8 @@ class Stage:
     def activation(self, batch: Batch, received: Any = None, weights: Weights | None = None) -> Any:
         """Returns what this stage passes on to the next one. Not for the last stage.
 
-        received: what the stage before it has passed on; not used by the first stage.
+        Args:
+            received: what the stage before it has passed on; not used by the first stage.
         """
         assert not self.is_last
         note_rows(self._model, batch["weight"])

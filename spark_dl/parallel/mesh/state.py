@@ -62,7 +62,8 @@ class MeshState:
     ):
         """buckets: of ZeRO-1 and 2. cut: layouts of the parameters that are cut over tensor ranks.
 
-        experts: layouts of the parameters of which this rank has some experts.
+        Args:
+            experts: layouts of the parameters of which this rank has some experts.
         """
         self._model, self._optimizer, self._groups = model, optimizer, groups
         self._buckets = [bucket for bucket in buckets if bucket.shard is not None]
@@ -218,9 +219,11 @@ class MeshState:
     def load(self, read_weights: Read, read_optimizer: Read, saved: Mapping[str, Sequence[int]]) -> None:
         """Loads what this rank has of a checkpoint, whatever mesh it was saved on. Not collective.
 
-        saved: shape of each tensor of the optimizer's state in the checkpoint, by `<parameter>/<key>`.
+        Args:
+            saved: shape of each tensor of the optimizer's state in the checkpoint, by `<parameter>/<key>`.
 
-        Raises ValueError for a parameter without a state there, whose shard has others with one.
+        Raises:
+            ValueError: For a parameter without a state there, whose shard has others with one.
         """
         tied = self.tied()
         own = [(name, tensor) for name, tensor in self._named() if name not in tied]

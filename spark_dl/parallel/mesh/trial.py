@@ -153,7 +153,8 @@ def measure_passes(
 ) -> list[LayerPass]:  # fmt: skip
     """Measures the layers for one micro-batch: medians of the repeats. Not collective.
 
-    batch: on the device of the model, which must be whole. Gradients, buffers and generators stay as they are.
+    Args:
+        batch: on the device of the model, which must be whole. Gradients, buffers and generators stay as they are.
     """
     counted = _passes(spec, model, chain, batch, config, counts=True)  # warms up
     measured = [_passes(spec, model, chain, batch, config) for _ in range(repeats)]
@@ -264,13 +265,15 @@ def _in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 class Stages:
     """The stages of one rank. Its pipeline has the ranks of `group`, in their order.
 
-    model: built on the CPU, on every rank with the same weights. It keeps only the layers of this rank, with their
-        names, on `device`. The storage of all other layers is freed.
-    chain: from `build_chain(model)`. cut: number of layers of each stage.
-    rank_of: rank in the group that has a stage.
-
     Raises ValueError, on all ranks, for stages of several ranks that share buffers, and for a rank that has no
     parameter to train.
+
+    Args:
+        model: built on the CPU, on every rank with the same weights. It keeps only the layers of this rank, with their
+            names, on `device`. The storage of all other layers is freed.
+        chain: from `build_chain(model)`.
+        cut: number of layers of each stage.
+        rank_of: rank in the group that has a stage.
     """
 
     def __init__(
@@ -459,7 +462,9 @@ def _check_buffers(chain: Sequence[Layer], ranks: Sequence[int]) -> None:
 def check_trained(stages: Sequence[Sequence[Layer]], ranks: Sequence[int]) -> None:
     """Raises ValueError if a rank would have no parameter to train. On any side.
 
-    stages: the layers of each stage. ranks: the rank that has it.
+    Args:
+        stages: the layers of each stage.
+        ranks: the rank that has it.
     """
     trained = {
         rank

@@ -31,8 +31,9 @@ def measure_profile(
 
     Seconds are fitted to batches of two sizes, on the device of the model. The loss and the optimizer are not measured.
 
-    plan: the word of each module that tensor ranks cut, by name; empty if there can be none.
-    batch: of as many rows as a rank can have, as a loader gives it.
+    Args:
+        plan: the word of each module that tensor ranks cut, by name; empty if there can be none.
+        batch: of as many rows as a rank can have, as a loader gives it.
     """
     rows = min(MOST_ROWS, len(batch["weight"]))
     sizes = sorted({max(1, rows // 4), rows})

@@ -90,8 +90,10 @@ class _Best(NamedTuple):
 def plan(states: Sequence[State], num_workers: int, bytes_per_s: float, *, transfers: bool = False) -> PipeDreamPlan:
     """Returns the stages whose slowest takes the least time, by dynamic programming.
 
-    states: in an order in which each comes after those before it; the last one is the whole network.
-    bytes_per_s: rate between two workers. transfers: whether the transfers between stages take time, too.
+    Args:
+        states: in an order in which each comes after those before it; the last one is the whole network.
+        bytes_per_s: rate between two workers.
+        transfers: whether the transfers between stages take time, too.
     """
     best: list[list[_Best]] = []  # by last state, and number of workers - 1
     for j in range(len(states)):

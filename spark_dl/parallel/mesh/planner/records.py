@@ -129,7 +129,9 @@ class Memory:
 def held(num_parameters: float, states: States, zero_stage: int, num_shards: int) -> Memory:
     """Returns weights, gradients and optimizer's state of a rank.
 
-    zero_stage: 1 shards the optimizer's state over `num_shards` data ranks, 2 also the gradients, 3 also the weights.
+    Args:
+        zero_stage: 1 shards the optimizer's state over `num_shards` data ranks, 2 also the gradients, 3 also the
+            weights.
     """
     weights, gradients, optimizer = (
         num_parameters * each / (num_shards if zero_stage >= first else 1)
@@ -141,7 +143,8 @@ def held(num_parameters: float, states: States, zero_stage: int, num_shards: int
 def micro_batches_kept(schedule: str, micro_batches: int, stages_left: int) -> int:
     """Returns of how many micro-batches a stage keeps activations at the same time.
 
-    stages_left: number of stages from this one to the last, p - i.
+    Args:
+        stages_left: number of stages from this one to the last, p - i.
     """
     return micro_batches if schedule == GPIPE else min(micro_batches, stages_left)
 

@@ -143,9 +143,10 @@ def best_cuts(
 ) -> Cuts | None:
     """Returns the cuts with the shortest step; None if there are none, or none that takes less than `limit_s`.
 
-    cost: (stage, start, end) -> the cost of layers `start` to `end` - 1 as this stage, or None if it does not fit.
-    prefix_s: for each number of layers, the least seconds of a micro-batch in this many first layers. It only saves
-        time.
+    Args:
+        cost: (stage, start, end) -> the cost of layers `start` to `end` - 1 as this stage, or None if it does not fit.
+        prefix_s: for each number of layers, the least seconds of a micro-batch in this many first layers. It only saves
+            time.
     """
     least_s = prefix_s or [0.0] * (num_layers + 1)
     suffixes: dict[int, list[_Suffix]] = {num_layers: [_Suffix(0.0, 0.0, 0.0, ())]}
@@ -401,7 +402,9 @@ def fastest(segment: Segment) -> tuple[float, float]:
 def smallest(bytes_per_weight_byte: float, micro_batches: int) -> Weigh:
     """The bytes that a rank holds; of equal ones, the faster.
 
-    bytes_per_weight_byte: of weights, gradients and optimizer's state. micro_batches: whose activations are kept.
+    Args:
+        bytes_per_weight_byte: of weights, gradients and optimizer's state.
+        micro_batches: whose activations are kept.
     """
 
     def weigh(segment: Segment) -> tuple[float, float]:

@@ -77,7 +77,9 @@ def sliced(x: Tensor, axis: int, ranks: TensorRanks) -> Tensor:
 def joined(x: Tensor, axis: int, length: int, ranks: TensorRanks) -> Tensor:
     """Returns the whole tensor, with which all ranks compute the same. Collective.
 
-    x: this rank's slice. length: of the whole axis.
+    Args:
+        x: this rank's slice.
+        length: of the whole axis.
     """
     return _exchange(x, lambda x: _join(x, axis, length, ranks), lambda grad: _slice(grad, axis, ranks))
 
@@ -85,7 +87,9 @@ def joined(x: Tensor, axis: int, length: int, ranks: TensorRanks) -> Tensor:
 def gathered(x: Tensor, axis: int, length: int, ranks: TensorRanks) -> Tensor:
     """Returns the whole tensor, of which each rank computes a part of the gradient. Collective in both passes.
 
-    x: this rank's slice. length: of the whole axis.
+    Args:
+        x: this rank's slice.
+        length: of the whole axis.
     """
     return _exchange(x, lambda x: _join(x, axis, length, ranks), lambda grad: _sum_slice(grad, axis, ranks))
 
@@ -99,8 +103,10 @@ def scattered(x: Tensor, axis: int, ranks: TensorRanks) -> Tensor:
 def with_equal_gradients(tensors: Sequence[Tensor], ranks: TensorRanks, *, sums: bool) -> list[Tensor]:
     """Returns whole weights whose gradients are exchanged, all of them at once. Collective in the backward pass.
 
-    sums: whether each rank computes a part of the gradients, and they are summed. Otherwise they are averaged: ranks
-        compute the same, but processors of different kinds round differently, and their weights would drift apart.
+    Args:
+        sums: whether each rank computes a part of the gradients, and they are summed. Otherwise they are averaged:
+            ranks compute the same, but processors of different kinds round differently, and their weights would drift
+            apart.
     """
     return list(cast("tuple[Tensor, ...]", _EqualGradients.apply(ranks, sums, *tensors)))
 
@@ -203,7 +209,8 @@ class Flow:
 
         Several layers with the same input, such as the projections of an attention, share one exchange. Collective.
 
-        x: whole, or with an axis this rank's slice.
+        Args:
+            x: whole, or with an axis this rank's slice.
         """
         has_version = not x.is_inference()  # without one, a change in place would not be seen
         if has_version and self.entered is not None and self.entered[0] is x and self.entered[1] == x._version:

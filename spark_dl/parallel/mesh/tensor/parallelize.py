@@ -57,10 +57,11 @@ def parallelize_tensors(
     An attention of your own must take the number of heads from its projections' outputs, as in
     `q_proj(x).unflatten(-1, (-1, head_size))`.
 
-    plan: words by modules' names, as `resolve_tensor_plan` returns them; of the modules that this model has.
-    mesh: of one axis, with a group that has our timeout.
-    sequence: keep activations between the layers of a stack as slices of the sequence axis, whose norms and dropout are
-        then computed once.
+    Args:
+        plan: words by modules' names, as `resolve_tensor_plan` returns them; of the modules that this model has.
+        mesh: of one axis, with a group that has our timeout.
+        sequence: keep activations between the layers of a stack as slices of the sequence axis, whose norms and dropout
+            are then computed once.
     """
     ranks = TensorRanks.of(mesh)
     found = {

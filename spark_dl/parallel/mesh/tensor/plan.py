@@ -37,14 +37,15 @@ def resolve_tensor_plan(
 ) -> dict[str, str]:
     """Returns the word of each module that is cut, by the module's name. Called on the driver, or on every rank.
 
-    plan: words by patterns of names, in which `*` stands for one part of a name, as in `layers.*.linear1`; None: the
-        plan that the model brings, or that its kind of layers has.
-    num_ranks: number of tensor ranks.
-    sequence: whether activations between cut layers are slices of the sequence axis.
-
     Raises ValueError, with `spec.tensor_plan` and the module, for a pattern without a match, an unknown word, a module
     that a word does not fit, sizes that the number of ranks does not divide, layers by columns without one by rows, and
     a model without a default plan.
+
+    Args:
+        plan: words by patterns of names, in which `*` stands for one part of a name, as in `layers.*.linear1`; None:
+            the plan that the model brings, or that its kind of layers has.
+        num_ranks: number of tensor ranks.
+        sequence: whether activations between cut layers are slices of the sequence axis.
     """
     found = _match(model, plan) if plan is not None else default_plan(model)
     _check_words(found, is_own=plan is not None)

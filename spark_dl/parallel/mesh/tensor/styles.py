@@ -39,7 +39,8 @@ from spark_dl.parallel.mesh.tensor.words import COLUMNS, is_conv1d, outputs
 class Columns(ParallelStyle):
     """A linear layer whose outputs are cut.
 
-    enter: turns the input into what the layer gets, whose gradient is summed over the ranks.
+    Args:
+        enter: turns the input into what the layer gets, whose gradient is summed over the ranks.
     """
 
     def __init__(self, name: str, word: str, flow: Flow, enter: Callable[[Tensor], Tensor]):
@@ -68,7 +69,8 @@ class Columns(ParallelStyle):
 class Rows(ParallelStyle):
     """A linear layer whose inputs are cut, and whose outputs are summed over the ranks.
 
-    sequence: axis of the output of which this rank gets a slice; None: it gets the whole output.
+    Args:
+        sequence: axis of the output of which this rank gets a slice; None: it gets the whole output.
     """
 
     def __init__(self, name: str, word: str, flow: Flow, sequence: int | None):
@@ -159,8 +161,9 @@ def slice_dropout(module: nn.Module, flow: Flow) -> None:
 def sliced_dropout(x: Tensor, p: float, axis: int, length: int, flow: Flow) -> Tensor:
     """Dropout of an activation of which this rank has a slice.
 
-    length: of the whole axis; 0 if it is not known which axis is cut. Then each rank takes one of as many masks as
-        there are ranks.
+    Args:
+        length: of the whole axis; 0 if it is not known which axis is cut. Then each rank takes one of as many masks as
+            there are ranks.
     """
     if not length:
         masks = torch.dropout(x.new_ones((flow.ranks.size, *x.shape)), p, train=True)
@@ -179,7 +182,9 @@ def attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of this rank's heads, whose dropout uses slices of whole masks. Returns the output and the scores.
 
-    q, k, v: [..., heads, length, size of a head]. mask: True where to attend, or values that are added to the scores.
+    Args:
+        q, k, v: [..., heads, length, size of a head].
+        mask: True where to attend, or values that are added to the scores.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     # As torch does without a fused kernel: both factors get the root of the scale.
@@ -235,7 +240,8 @@ class Heads(ParallelStyle):
     """`nn.MultiheadAttention` of which each rank has some heads: their rows of the packed or separate projections, and
     their columns of `out_proj`.
 
-    sequence: axis of which query, key and value are slices.
+    Args:
+        sequence: axis of which query, key and value are slices.
     """
 
     def __init__(self, flow: Flow, sequence: int | None):
@@ -299,7 +305,8 @@ class Heads(ParallelStyle):
     def _mask(self, mask: Tensor | None, padding: Tensor | None, heads: int, q: Tensor) -> Tensor | None:
         """Returns what is added to the scores of this rank's heads.
 
-        mask, padding: True where not to attend, or values to add.
+        Args:
+            mask, padding: True where not to attend, or values to add.
         """
         found: list[Tensor] = []
         if mask is not None:

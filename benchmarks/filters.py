@@ -25,7 +25,7 @@ from spark_dl.config import Config, Data, Train
 from spark_dl.config import Loader as Loading
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.external.files import filter_rows
-from spark_dl.data.load.loader import Loader
+from spark_dl.data.load.loader import ShardLoader
 
 LAYOUTS = ("sorted", "clustered", "shuffled")
 _FILES = 2
@@ -98,7 +98,7 @@ def _read(folder: str, config: Config) -> dict[str, float]:
     shards, count_s, count_mib = _cost(lambda: filter_rows(opened, config))
 
     def epoch() -> int:
-        return sum(step.rows for step in Loader(shards, config, rank=0, world_size=1).epoch(0))
+        return sum(step.rows for step in ShardLoader(shards, config, rank=0, world_size=1).epoch(0))
 
     rows, epoch_s, epoch_mib = _cost(epoch)
     assert rows == shards.rows

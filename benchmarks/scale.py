@@ -31,9 +31,9 @@ from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.manifest import commit, read_shards
 from spark_dl.data.dataset.records import Shard, ShardSet, ShardTable
 from spark_dl.data.load.build import build_train_loader
-from spark_dl.data.load.loader import Loader
+from spark_dl.data.load.loader import ShardLoader
 from spark_dl.data.load.resume_check import for_ranks
-from spark_dl.data.load.window_reader import Schedule
+from spark_dl.data.load.window_reader import ReadSchedule
 from spark_dl.launch.code import payload
 from spark_dl.spec import ModelSpec, Run
 
@@ -116,9 +116,9 @@ def _rank_main(packed: str, num_ranks: int) -> None:
     before, start = _resident_mib("VmRSS"), time.perf_counter()
     _, (run,), _ = payload.unpack_call(arrived)
     loader = build_train_loader(run.train, run.spec, run.config, rank=num_ranks // 2, world_size=num_ranks)
-    assert isinstance(loader, Loader)
+    assert isinstance(loader, ShardLoader)
     own = range(num_ranks // 2 * _STREAMS // num_ranks, (num_ranks // 2 + 1) * _STREAMS // num_ranks)
-    reads = Schedule(loader.plan.streams(0, own), loader.plan.stream_batch, 0).reads()
+    reads = ReadSchedule(loader.plan.streams(0, own), loader.plan.stream_batch, 0).reads()
     rows = next(reads).window.rows
     first = time.perf_counter() - start
     rows += sum(read.window.rows for read in reads)

@@ -22,7 +22,7 @@ from spark_dl import worker
 from spark_dl.checks.settings import check_settings, evaluation_config, launch_of
 from spark_dl.cli.progress import (
     OnEvent,
-    Progress,
+    ProgressDisplay,
     RunEvents,
     as_functions,
     follow_logs,
@@ -151,7 +151,7 @@ def train(
     tracking.check(config.track)
     options: dict[str, Any] = {"run_dir": run_dir, "resume": resume, "overwrite": overwrite, "spark": spark}
     with (
-        Progress("train", enabled=progress) as shown,
+        ProgressDisplay("train", enabled=progress) as shown,
         prepare_run(data, spec, config, validation=validation, stage=shown.stage, **options) as run,
         tracking.tracking(run, resume=bool(resume)) as tracker,
     ):
@@ -167,7 +167,7 @@ def train(
 
 
 def _train_in_attempts(
-    spark: Any, run: Run, data: Any, shown: Progress, functions: Sequence[OnEvent], most_ranks: int
+    spark: Any, run: Run, data: Any, shown: ProgressDisplay, functions: Sequence[OnEvent], most_ranks: int
 ) -> dict[str, Any]:
     """Starts the ranks, and after a failure again, from the last checkpoint. Returns the result of the last attempt.
 
@@ -250,7 +250,7 @@ def evaluate(
     config = fit_ranks(spark, config, most_ranks)
     check_settings(spark, spec, config, has_validation=True)
     with (
-        Progress("evaluate", enabled=progress) as shown,
+        ProgressDisplay("evaluate", enabled=progress) as shown,
         prepare_evaluation(data, spec, config, saved, spark=spark, run_dir=run_dir, stage=shown.stage) as run,
     ):
 
@@ -373,7 +373,14 @@ def _call_in_attempts(
 
 
 def _launch_run(
-    spark: Any, run: Run, data: Any, shown: Progress, *, task: str, functions: Sequence[OnEvent] = (), attempt: Attempt
+    spark: Any,
+    run: Run,
+    data: Any,
+    shown: ProgressDisplay,
+    *,
+    task: str,
+    functions: Sequence[OnEvent] = (),
+    attempt: Attempt,
 ) -> dict[str, Any]:
     """Runs a task on ranks or from the driver, as its strategy needs, and returns its result.
 

@@ -35,10 +35,10 @@ from spark_dl.training.checks import (
     check_sparse,
     clear_frames,
 )
-from spark_dl.training.finite import LOSS, Finding, NonFiniteSteps, NotFiniteError, StepCheck
-from spark_dl.training.optimizer_settings import Schedule
+from spark_dl.training.finite import LOSS, NonFinite, NonFiniteSteps, NotFiniteError, StepCheck
+from spark_dl.training.optimizer_settings import RateSchedule
 from spark_dl.training.preemption import Preemption
-from spark_dl.training.state import Progress, RunState, Saved, seed_generators
+from spark_dl.training.state import RunState, Saved, TrainingProgress, seed_generators
 from spark_dl.training.step_times import StepLog, StepTimer, build_profile
 from spark_dl.world import World
 
@@ -124,7 +124,7 @@ class Training:
         total = self.config.train.epochs * (steps_per_epoch or loader.plan.steps)
         self.total_steps = min(total, self.config.train.max_steps or total)
         seed_generators(self.config.train.seed + 1 + world.seed_rank)  # different dropout on each rank
-        self.schedule = Schedule(trainable.optimizer, self.config, own=trainable.optimization)
+        self.schedule = RateSchedule(trainable.optimizer, self.config, own=trainable.optimization)
         if self.validation is None:
             self.schedule.check_without_validation()
         self.state = RunState(run, world, trainable, self.schedule, loader.columns, num_ranks or world.data_size)
@@ -151,7 +151,7 @@ class Training:
         self.steps = StepLog(self.log, self.timer, self.state, total_steps=self.total_steps, device=world.device)
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> TrainingProgress:
         """Epochs, steps and rows done so far."""
         return self.state.progress
 
@@ -186,7 +186,7 @@ class Training:
         progress = self.progress
         return finite.explain(error, progress.epoch, progress.global_step - progress.step, self.state.saved_url)
 
-    def _earlier_finding(self) -> Finding | None:
+    def _earlier_finding(self) -> NonFinite | None:
         """Returns what an earlier step of this rank has found, which the ranks compare at the next log line only."""
         with contextlib.suppress(Exception):  # a device that has failed says no more
             if self.step_check is not None and (finding := self.step_check.finding(self.world.rank)) is not None:
@@ -308,7 +308,7 @@ class Training:
         self.progress.step += 1
         self.progress.global_step += 1
 
-    def _end_left_out(self, batch: StepBatches, finding: Finding | None = None) -> None:
+    def _end_left_out(self, batch: StepBatches, finding: NonFinite | None = None) -> None:
         """Counts a step without an update. finding: the reason; None if the log has it already."""
         self.experts.forget_step()
         self._count_step()
@@ -348,7 +348,7 @@ class Training:
         if not math.isfinite(total):
             own = None if self.step_check is None else self.step_check.finding(self.world.rank)
             raise NotFiniteError(
-                self.nonfinite.first_of_all(own) or Finding(self.progress.global_step, LOSS, self.world.rank)
+                self.nonfinite.first_of_all(own) or NonFinite(self.progress.global_step, LOSS, self.world.rank)
             )
         self.preempted.is_due = num_ending > 0
         self._log_saved(self.state.committed(wait=False))

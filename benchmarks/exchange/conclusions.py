@@ -19,7 +19,7 @@ from benchmarks.exchange.log import Log
 from benchmarks.exchange.methods import METHODS, RING
 from benchmarks.model.profiles import PROFILES
 from spark_dl.parallel.cost import cost
-from spark_dl.parallel.cost.cost import Exchange, work
+from spark_dl.parallel.cost.cost import ExchangeSize, work
 from spark_dl.parallel.exchange import buckets
 
 BUCKET_MIB = 25.0
@@ -129,15 +129,15 @@ def _share(method: str, rows: Rows) -> float:
     return float(statistics.mean(counted))
 
 
-def _exchange(row: Row, share: float) -> Exchange:
+def _exchange(row: Row, share: float) -> ExchangeSize:
     return _exchange_of(row["method"], row["hosts"], row["mib"] * 2**20, share)
 
 
-def _exchange_of(name: str, num_ranks: int, gradient_bytes: float, share: float = 1.0) -> Exchange:
+def _exchange_of(name: str, num_ranks: int, gradient_bytes: float, share: float = 1.0) -> ExchangeSize:
     """Returns the exchange of a method that sends a fraction of a gradient. Buckets are those of the whole gradient."""
     method = METHODS[name]
     bucket_bytes = BUCKET_MIB * 2**20 * share if method.is_bucketed else math.inf
-    return Exchange(method.counted_as, num_ranks, gradient_bytes * share, bucket_bytes=bucket_bytes)
+    return ExchangeSize(method.counted_as, num_ranks, gradient_bytes * share, bucket_bytes=bucket_bytes)
 
 
 def _crossings(rows: Rows) -> list[dict[str, Any]]:
@@ -206,7 +206,7 @@ def _predicted_step_s(row: Row, network: cost.Network) -> float:
     sizes = [layer.gradient_bytes for layer in profile.backward_layers()]
 
     def all_reduce_s(num_bytes: float) -> float:
-        return cost.cost(Exchange(METHODS[row["method"]].counted_as, row["ranks"], num_bytes), network).seconds
+        return cost.cost(ExchangeSize(METHODS[row["method"]].counted_as, row["ranks"], num_bytes), network).seconds
 
     ready_s = profile.ready_s(row["backward_s"])
     bucket_bytes = int(BUCKET_MIB * row["scale"] * 2**20)

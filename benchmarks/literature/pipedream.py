@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.literature.pipedream_cuts import plan
 from benchmarks.literature.profile_text import read_graph, states
-from spark_dl.parallel.mesh.planner.pipedream import plan
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from spark_dl.parallel.mesh.planner.pipedream import State
+from benchmarks.literature.pipedream_cuts import State
 
 _NODE = re.compile(
     r"(?P<id>\S+) -- (?P<name>.*) -- forward_compute_time=(?P<forward_ms>[\d.]+), "

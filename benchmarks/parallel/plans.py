@@ -15,8 +15,8 @@ from benchmarks.parallel.sleeping import Times, build_chain, set_awake
 from benchmarks.parallel.training import build_batches, build_config, build_spec, take_step, training
 from spark_dl.gather import gather_json
 from spark_dl.parallel.cost.cost import Network
-from spark_dl.parallel.mesh.planner.records import STATES, Cluster, Layer, Seconds
-from spark_dl.parallel.mesh.planner.search import Plan, Problem, plans_of_choices
+from spark_dl.parallel.mesh.planner.records import STATES, Cluster, LayerProfile, Seconds
+from spark_dl.parallel.mesh.planner.search import MeshPlan, Problem, plans_of_choices
 from spark_dl.parallel.mesh.settings import Mesh
 from spark_dl.world import World
 
@@ -40,8 +40,8 @@ def measure(
     network = fit_network(world)
     backward = Seconds(2 * fixed_s, 2 * per_row_s)
     chain = [
-        Layer("scale", Seconds(), Seconds(), 4, _ROW_BYTES),
-        *(Layer(f"layer{i}", times.forward, backward, parameter_bytes, _ROW_BYTES) for i in range(layers)),
+        LayerProfile("scale", Seconds(), Seconds(), 4, _ROW_BYTES),
+        *(LayerProfile(f"layer{i}", times.forward, backward, parameter_bytes, _ROW_BYTES) for i in range(layers)),
     ]
     cluster = Cluster(world.world_size, world.world_size, within=network, between=network)
     problem = Problem(tuple(chain), cluster, STATES["sgd"], global_batch_size)
@@ -59,7 +59,7 @@ def measure(
     return found
 
 
-def _measure(plan: Plan, spec: Any, world: World, bucket_mib: float, repeats: int) -> float:
+def _measure(plan: MeshPlan, spec: Any, world: World, bucket_mib: float, repeats: int) -> float:
     """Returns the seconds of a step, median of some. Collective."""
     choice, dims = plan.choice, plan.choice.dims
     parallel = Mesh(

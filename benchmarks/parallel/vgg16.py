@@ -16,8 +16,8 @@ from benchmarks.parallel.plans import fit_network
 from benchmarks.parallel.sleeping import Scale, SleepingLayer, Times
 from benchmarks.parallel.stages import timed_steps
 from benchmarks.parallel.training import build_config
-from spark_dl.parallel.mesh.planner.records import STATES, Cluster, Layer, Seconds
-from spark_dl.parallel.mesh.planner.search import Plan, Problem, plans_of_choices
+from spark_dl.parallel.mesh.planner.records import STATES, Cluster, LayerProfile, Seconds
+from spark_dl.parallel.mesh.planner.search import MeshPlan, Problem, plans_of_choices
 from spark_dl.parallel.mesh.settings import Mesh
 from spark_dl.world import World
 
@@ -46,10 +46,10 @@ def measure(
     layers: forward and backward seconds, bytes of the output and of the weights, for a mini-batch.
     steps: of the forms whose step has a mini-batch for each rank. mini_batches: of PipeDream, each of which is a step.
     """
-    chain = [Layer("scale", Seconds(), Seconds(), 4, _INPUT_BYTES / SCALE)]
+    chain = [LayerProfile("scale", Seconds(), Seconds(), 4, _INPUT_BYTES / SCALE)]
     for forward_s, backward_s, output_bytes, weight_bytes in layers:
         seconds = Seconds(per_row=forward_s), Seconds(per_row=backward_s)
-        chain.append(Layer("", *seconds, int(weight_bytes / SCALE), output_bytes / SCALE))
+        chain.append(LayerProfile("", *seconds, int(weight_bytes / SCALE), output_bytes / SCALE))
     network = fit_network(world, _SMALL, _LARGE)
     cluster = Cluster(world.world_size, world.world_size, within=network, between=network)
     found = []
@@ -61,7 +61,7 @@ def measure(
     return found
 
 
-def _measure(form: str, chain: Sequence[Layer], cluster: Cluster, world: World, steps: int) -> dict[str, Any]:
+def _measure(form: str, chain: Sequence[LayerProfile], cluster: Cluster, world: World, steps: int) -> dict[str, Any]:
     p = world.world_size
     bucket_mib = _BUCKET_BYTES / SCALE / 2**20
     if form == "data parallel":
@@ -86,8 +86,8 @@ def _measure(form: str, chain: Sequence[Layer], cluster: Cluster, world: World, 
 
 
 def _plan(
-    chain: Sequence[Layer], cluster: Cluster, *, pipeline: int, micro_batches: int, schedule: str = "1f1b"
-) -> Plan:
+    chain: Sequence[LayerProfile], cluster: Cluster, *, pipeline: int, micro_batches: int, schedule: str = "1f1b"
+) -> MeshPlan:
     """Returns the plan with the best cuts."""
     data = cluster.num_ranks // pipeline
     problem = Problem(
@@ -97,7 +97,7 @@ def _plan(
     return plans_of_choices(problem)[0]
 
 
-def _build(chain: Sequence[Layer]) -> nn.Module:
+def _build(chain: Sequence[LayerProfile]) -> nn.Module:
     layers = []
     for layer in chain[1:]:
         of_one = Seconds(per_row=layer.backward.per_row / 2)  # the profile has one time for both gradients

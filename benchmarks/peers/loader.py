@@ -186,7 +186,7 @@ def _spark_dl(folder: str, *, plain: bool) -> Epoch:
     from spark_dl.config import Loader as Loading
     from spark_dl.data.dataset.manifest import read_shards
     from spark_dl.data.external.dataset import open_parquet
-    from spark_dl.data.load.loader import Loader
+    from spark_dl.data.load.loader import ShardLoader
 
     data = Data(features=tuple(_names(folder)), label="label")
     settings = Config(
@@ -195,7 +195,7 @@ def _spark_dl(folder: str, *, plain: bool) -> Epoch:
         train=Train(global_batch_size=BATCH),
     )
     shards = open_parquet(f"{folder}/parquet", data.columns) if plain else read_shards(f"{folder}/shards")
-    loader = Loader(shards, settings, rank=0, world_size=1)
+    loader = ShardLoader(shards, settings, rank=0, world_size=1)
 
     def epoch(number: int) -> Iterator[Any]:
         for step in loader.epoch(number):

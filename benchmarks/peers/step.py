@@ -26,7 +26,7 @@ from benchmarks import ROOT
 from spark_dl import loop
 from spark_dl.config import Checkpoint, Config, Data, Launch, Train
 from spark_dl.data.dataset.manifest import read_shards
-from spark_dl.data.load.loader import Loader
+from spark_dl.data.load.loader import ShardLoader
 from spark_dl.data.write.arrays import write_arrays
 from spark_dl.launch.rank.rendezvous import join
 from spark_dl.parallel import ddp
@@ -110,7 +110,7 @@ def _rank_main(folder: str, repeats: int, num_ranks: int) -> None:
                 rate = result["steps"] / result["seconds"]
             else:
                 with join(config.launch) as world:
-                    loader = Loader(shards, config, rank=world.rank, world_size=world.world_size)
+                    loader = ShardLoader(shards, config, rank=world.rank, world_size=world.world_size)
                     rate = _bare_ddp([step.micro_batches[0] for step in loader.epoch(0)])
             if i:  # the first time warms up
                 rates[name].append(rate)

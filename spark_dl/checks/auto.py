@@ -31,11 +31,11 @@ from spark_dl.gather import gather_json
 from spark_dl.launch.barrier import run_barrier
 from spark_dl.launch.rank import rendezvous
 from spark_dl.launch.rank.task import RankResult
-from spark_dl.parallel.cost.cost import Exchange, Network, Point, fit
+from spark_dl.parallel.cost.cost import ExchangeSize, Network, Point, fit
 from spark_dl.parallel.mesh.auto.settings import Auto
 from spark_dl.parallel.mesh.planner.records import Cluster, States
-from spark_dl.parallel.mesh.planner.search import Plan, Problem, search
-from spark_dl.parallel.mesh.planner.stages import Choice
+from spark_dl.parallel.mesh.planner.search import MeshPlan, Problem, search
+from spark_dl.parallel.mesh.planner.stages import PlanChoice
 from spark_dl.parallel.mesh.settings import Mesh
 from spark_dl.planning import page
 from spark_dl.rundir.checkpoint import Saved
@@ -86,7 +86,7 @@ def fit_slowest(points: Sequence[Sequence[Sequence[float]]]) -> Network | None:
     if not points:
         return None
     slowest = [max(of_size, key=lambda point: point[2]) for of_size in zip(*points, strict=True)]
-    return fit([Point(Exchange("ring", int(ranks), size), seconds) for ranks, size, seconds in slowest])
+    return fit([Point(ExchangeSize("ring", int(ranks), size), seconds) for ranks, size, seconds in slowest])
 
 
 def measure_as_rank(launch: Launch, *, report: Any = None) -> RankResult:
@@ -200,7 +200,7 @@ def _mesh_of(saved: Saved | None, config: Config) -> Config | None:
     return _replaced(config, Mesh(**own), before["train"]["accumulation_steps"])
 
 
-def with_plan(config: Config, plan: Plan, units: Sequence[int]) -> Config:
+def with_plan(config: Config, plan: MeshPlan, units: Sequence[int]) -> Config:
     """Returns the settings of a run with a plan, and logs them. Raises ValueError as `Config` does.
 
     Args:
@@ -287,7 +287,7 @@ def _problem(
     settings, streams = config.parallel, config.loader.num_streams
     assert isinstance(settings, Auto)
 
-    def allows(choice: Choice) -> bool:
+    def allows(choice: PlanChoice) -> bool:
         # Data ranks with equally many streams have equally many rows.
         return choice.dims.tensor in (1, *tensor_sizes) and streams % choice.dims.data == 0
 

@@ -20,7 +20,7 @@ from spark_dl.parallel.trainable import build_optimization, build_optimizer
 from spark_dl.rundir.checkpoint import Saved, plain_name, shapes_of
 from spark_dl.scoring.outputs import Squeezed
 from spark_dl.spec import ModelSpec
-from spark_dl.training.optimizer_settings import Schedule, check_classes, classes_of
+from spark_dl.training.optimizer_settings import RateSchedule, check_classes, classes_of
 
 _DEFAULTS = Train()
 
@@ -119,7 +119,7 @@ def check_training(spec: ModelSpec, train: ShardSet | Mixture, config: Config, s
     """
     if saved is None and spec.optimizer is None:
         if config.train.scheduler == "OneCycleLR":
-            _check_length(Schedule(build_optimizer(nn.Linear(1, 1), config, 1), config), spec, train, config)
+            _check_length(RateSchedule(build_optimizer(nn.Linear(1, 1), config, 1), config), spec, train, config)
         return
     if config.parallel.cuts_model:  # can be larger than the memory of the driver
         return
@@ -133,7 +133,7 @@ def check_training(spec: ModelSpec, train: ShardSet | Mixture, config: Config, s
             _check_shapes(shapes, saved)
         try:
             optimization = build_optimization(spec, model, config, config.launch.num_ranks)
-            schedule = Schedule(optimization.optimizer, config, own=optimization)
+            schedule = RateSchedule(optimization.optimizer, config, own=optimization)
         except Exception:
             return
     if saved is not None and (before := saved.manifest.get("optimizer")) is not None:
@@ -155,7 +155,7 @@ def _check_shapes(shapes: dict[str, list[int]], saved: Saved) -> None:
         )
 
 
-def _check_length(schedule: Schedule, spec: ModelSpec, train: ShardSet | Mixture, config: Config) -> None:
+def _check_length(schedule: RateSchedule, spec: ModelSpec, train: ShardSet | Mixture, config: Config) -> None:
     """Raises ValueError for a OneCycleLR of fewer steps than the run has."""
     if not isinstance(schedule.scheduler, OneCycleLR):
         return

@@ -204,7 +204,7 @@ class RunEvents:
             function(event)
 
 
-class Progress:
+class ProgressDisplay:
     """Shows what a call does: its stages, and in training the steps, loss, rows per second and validation metrics.
 
     A context manager. Everything is written to standard error. In a notebook, the loss is a picture, too.
@@ -224,7 +224,7 @@ class Progress:
             self._thread = threading.Thread(target=self._tick, name="spark_dl progress", daemon=True)
             self._thread.start()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressDisplay:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

@@ -20,7 +20,7 @@ from spark_dl.doctor import leftovers, on_rank
 from spark_dl.doctor.ask import ask_ranks
 from spark_dl.doctor.findings import ERROR, OK, WARNING, Diagnosis, Finding, sort
 from spark_dl.launch import preflight
-from spark_dl.launch.rank.peers import Peer, sharing, versions
+from spark_dl.launch.rank.peers import TaskRecord, sharing, versions
 from spark_dl.launch.session import find_session
 
 _LEAST_DISK_BYTES = 1 << 30
@@ -189,7 +189,7 @@ def _shared_gpus(ranks: Ranks, launch: Launch) -> Iterator[Finding]:
     if launch.gpus_per_rank != "auto" and launch.gpus_per_rank < 1:
         return
     peers = [
-        Peer(partition=task, host=rank["host"], executor=rank["executor"], gpus=tuple(rank["own_gpus"]))
+        TaskRecord(partition=task, host=rank["host"], executor=rank["executor"], gpus=tuple(rank["own_gpus"]))
         for task, rank in enumerate(ranks)
     ]
     pairs = sharing(peers)

@@ -426,7 +426,7 @@ class _Watch:
         elif kind == "computing":
             self._start.postpone()
 
-    def _memories(self) -> Mapping[int, rank_state.Memory]:
+    def _memories(self) -> Mapping[int, rank_state.RankMemory]:
         return self._listener.memories if self._listener else {}
 
     def _silent_for(self, seconds: float) -> dict[int, float]:

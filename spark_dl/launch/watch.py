@@ -24,7 +24,7 @@ from multiprocessing import connection
 from typing import Any
 
 from spark_dl.channel import CRASH, MAX_FRAME, MEETING_S, Address, accept_all, authenticate, shut
-from spark_dl.launch.failures.rank_state import Memory, Progress, Status
+from spark_dl.launch.failures.rank_state import RankMemory, RankProgress, Status
 from spark_dl.world import local_address
 
 _CRASH_WAIT_S = 1.0
@@ -64,11 +64,11 @@ class Listener:
         """Time of the last event or heartbeat of each task that has not ended."""
         self.places: dict[int, Status] = {}
         """Where each task was, by its last event or heartbeat."""
-        self.progress: dict[int, Progress] = {}
+        self.progress: dict[int, RankProgress] = {}
         """How far each task had come in its collective operations, by its last heartbeat."""
         self._crashes: dict[int, threading.Event] = {}
         """By task: set when the connection for what the handler of a signal writes has ended."""
-        self.memories: dict[int, Memory] = {}
+        self.memories: dict[int, RankMemory] = {}
         """The memory of each task, by its last heartbeat."""
         self._thread = threading.Thread(target=self._accept, name="spark_dl listener", daemon=True)
         self._thread.start()

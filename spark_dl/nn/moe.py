@@ -77,7 +77,7 @@ def _exchange(rows: Tensor, sent: Sequence[int], got: Sequence[int], peers: Peer
     return received
 
 
-class Choice(NamedTuple):
+class Routing(NamedTuple):
     """The experts of some tokens."""
 
     experts: Tensor
@@ -105,7 +105,7 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(num_experts) if has_bias else None)
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))  # as nn.Linear
 
-    def forward(self, tokens: Tensor) -> Choice:
+    def forward(self, tokens: Tensor) -> Routing:
         """# tokens: [tokens, width]"""
         with torch.autocast(tokens.device.type, enabled=False):  # in bf16, different experts would get equal scores
             dtype = torch.promote_types(tokens.dtype, torch.float32)
@@ -117,7 +117,7 @@ class Router(nn.Module):
                 weights = weights / weights.sum(-1, keepdim=True)
             if self.score == "sigmoid":
                 scores = scores / scores.sum(-1, keepdim=True)
-        return Choice(experts, weights, scores)
+        return Routing(experts, weights, scores)
 
     @torch.no_grad()
     def update_bias(self, counts: Tensor, rate: float) -> None:
@@ -307,7 +307,7 @@ class MoE(nn.Module):
 
     def _route(self, tokens: Tensor, is_true: Tensor | None) -> Tensor:
         """# tokens: [tokens, width], is_true: [tokens] -> [tokens, width]"""
-        choice: Choice = self.router(tokens)
+        choice: Routing = self.router(tokens)
         top_k = self.router.top_k
         pairs = choice.experts.t().reshape(-1)  # pairs of a token and an expert, all first choices first
         true_pairs = None if is_true is None else is_true.repeat(top_k)
@@ -342,7 +342,7 @@ class MoE(nn.Module):
         assert self.capacity_factor is not None
         return math.ceil(self.capacity_factor * num_pairs / self.num_experts)
 
-    def _note(self, choice: Choice, pairs: Tensor, is_true: Tensor | None) -> None:
+    def _note(self, choice: Routing, pairs: Tensor, is_true: Tensor | None) -> None:
         """Counts the tokens of each expert, and computes the auxiliary loss."""
         true_pairs = pairs if is_true is None else pairs[is_true.repeat(self.router.top_k)]
         counts = true_pairs.bincount(minlength=self.num_experts).double()

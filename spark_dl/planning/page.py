@@ -21,8 +21,8 @@ from spark_dl.parallel.mesh.planner.search import (
     FORWARD,
     SYNC,
     WEIGHTS,
+    MeshPlan,
     Pass,
-    Plan,
     Problem,
     StageTimes,
     end_s,
@@ -60,7 +60,7 @@ MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "gathered")
 _MARK = "<!-- a plan of spark_dl -->"
 
 
-def passes_of(plan: Plan) -> list[Pass]:
+def passes_of(plan: MeshPlan) -> list[Pass]:
     """Returns the passes of a step, of the first micro-batches if there are many."""
     stages = [StageTimes(stage.forward_s, stage.backward_s, stage.after_s, stage.sync_s) for stage in plan.stages]
     return timeline(stages, plan.choice.schedule, min(plan.choice.micro_batches, MOST_MICRO_BATCHES))
@@ -104,7 +104,7 @@ def _number(axes: Any, passes: Sequence[Pass], total_s: float) -> None:
         axes.text(at, each.stage, str(each.micro_batch), color=COLORS["number"], ha="center", va="center", fontsize=7)
 
 
-def draw_memory(plan: Plan, parts: Sequence[str], limit_bytes: float) -> str:
+def draw_memory(plan: MeshPlan, parts: Sequence[str], limit_bytes: float) -> str:
     """Draws the GiB of a rank of each stage, by part. Returns an SVG element."""
 
     def plot(figure: Any) -> None:
@@ -130,7 +130,7 @@ def draw_memory(plan: Plan, parts: Sequence[str], limit_bytes: float) -> str:
     )
 
 
-def settings(plan: Plan) -> dict[str, dict[str, Any]]:
+def settings(plan: MeshPlan) -> dict[str, dict[str, Any]]:
     """Returns the settings of a run with this plan."""
     choice, dims = plan.choice, plan.choice.dims
     parallel: dict[str, Any] = {"strategy": "mesh"}
@@ -143,7 +143,7 @@ def settings(plan: Plan) -> dict[str, dict[str, Any]]:
     return {"parallel": parallel, "train": {"accumulation_steps": choice.micro_batches}}
 
 
-def text(problem: Problem, plans: Sequence[Plan]) -> Iterator[str]:
+def text(problem: Problem, plans: Sequence[MeshPlan]) -> Iterator[str]:
     """Returns the lines for a terminal: the stages of the best plan, its settings, and the best plan of each mesh."""
     best = plans[0]
     yield f"{summary(best)}. Stages, with the seconds of a micro-batch:"
@@ -159,7 +159,7 @@ def text(problem: Problem, plans: Sequence[Plan]) -> Iterator[str]:
         yield f"... and {len(plans) - _MOST_PLANS} slower ones"
 
 
-def summary(plan: Plan) -> str:
+def summary(plan: MeshPlan) -> str:
     choice, dims = plan.choice, plan.choice.dims
     sizes = f"pipeline {dims.pipeline}, data {dims.data}, tensor {dims.tensor}, ZeRO stage {choice.zero_stage}"
     micro_batches, rows = counted(choice.micro_batches, "micro-batch", "es"), counted(choice.rows, "row", "s")
@@ -171,7 +171,7 @@ def counted(number: int, word: str, plural: str) -> str:
     return f"{number} {word}{plural * (number != 1)}"
 
 
-def stage_rows(problem: Problem, plan: Plan) -> list[list[str]]:
+def stage_rows(problem: Problem, plan: MeshPlan) -> list[list[str]]:
     """Returns a row of `STAGE_COLUMNS` for each stage."""
     limit = problem.cluster.memory_bytes
     found = []
@@ -185,7 +185,7 @@ def stage_rows(problem: Problem, plan: Plan) -> list[list[str]]:
     return found
 
 
-def plan_rows(plans: Sequence[Plan]) -> list[list[str]]:
+def plan_rows(plans: Sequence[MeshPlan]) -> list[list[str]]:
     """Returns a row of `PLAN_COLUMNS` for each plan."""
     found = []
     for plan in plans:
@@ -199,7 +199,7 @@ def plan_rows(plans: Sequence[Plan]) -> list[list[str]]:
     return found
 
 
-def as_dict(problem: Problem, plan: Plan) -> dict[str, Any]:
+def as_dict(problem: Problem, plan: MeshPlan) -> dict[str, Any]:
     """Returns a plan as plain data."""
     choice, dims = plan.choice, plan.choice.dims
     return {
@@ -237,12 +237,12 @@ def gib(value: float) -> str:
     return f"{value / GIB:.3g}"
 
 
-def _layers(problem: Problem, plan: Plan, stage: int) -> str:
+def _layers(problem: Problem, plan: MeshPlan, stage: int) -> str:
     names = [problem.layers[plan.starts[stage] + k].name for k in range(plan.cut[stage])]
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)})"
 
 
-def _ranks(plan: Plan, stage: int) -> str:
+def _ranks(plan: MeshPlan, stage: int) -> str:
     dims = plan.choice.dims
     first, last = dims.rank(Place(stage, 0, 0)), dims.rank(Place(stage, dims.data - 1, dims.tensor - 1))
     return str(first) if first == last else f"{first} to {last}"
@@ -254,7 +254,7 @@ def check(url: str) -> None:
     plots.check_replaceable(url, _MARK, "a plan of spark_dl", key="page")
 
 
-def write(url: str, name: str, problem: Problem, plans: Sequence[Plan], about: Mapping[str, Any]) -> None:
+def write(url: str, name: str, problem: Problem, plans: Sequence[MeshPlan], about: Mapping[str, Any]) -> None:
     """Writes the page. about: the options that the records do not have, by name."""
     best, dims = plans[0], plans[0].choice.dims
     passes = passes_of(best)
@@ -277,7 +277,7 @@ def write(url: str, name: str, problem: Problem, plans: Sequence[Plan], about: M
     storage.write_bytes(url, html.encode())
 
 
-def _facts(problem: Problem, plan: Plan) -> list[tuple[str, str]]:
+def _facts(problem: Problem, plan: MeshPlan) -> list[tuple[str, str]]:
     dims, choice = plan.choice.dims, plan.choice
     return [
         ("mesh", f"{dims.pipeline} × {dims.data} × {dims.tensor}"),

@@ -22,10 +22,10 @@ from spark_dl.parallel.mesh.planner.records import (
     STATES,
     ZERO_STAGES,
     Cluster,
-    Layer,
+    LayerProfile,
     Seconds,
 )
-from spark_dl.parallel.mesh.planner.search import Plan, Problem, search
+from spark_dl.parallel.mesh.planner.search import MeshPlan, Problem, search
 from spark_dl.planning import page
 from spark_dl.planning import page as pages
 
@@ -33,7 +33,7 @@ _LAYER = ("name", "forward_s", "backward_s", "parameter_bytes", "output_bytes", 
 _NEEDED = ("name", "forward_s", "backward_s", "parameter_bytes", "output_bytes", "kept_bytes")
 
 
-def read_profile(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, tuple[Layer, ...]]:
+def read_profile(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, tuple[LayerProfile, ...]]:
     """Returns the name of a profile and its layers.
 
     Args:
@@ -51,7 +51,7 @@ def read_profile(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[st
     return _profile(content, url, storage.name(url).removesuffix(".json"))
 
 
-def _profile(content: Any, where: str, name: str) -> tuple[str, tuple[Layer, ...]]:
+def _profile(content: Any, where: str, name: str) -> tuple[str, tuple[LayerProfile, ...]]:
     _check_mapping(content, ("name", "layers"), where)
     layers = content.get("layers")
     if not isinstance(layers, Sequence) or isinstance(layers, str) or not layers:
@@ -63,7 +63,7 @@ def _profile(content: Any, where: str, name: str) -> tuple[str, tuple[Layer, ...
     return name, found
 
 
-def _layers(content: Any, where: str) -> Iterator[Layer]:
+def _layers(content: Any, where: str) -> Iterator[LayerProfile]:
     """One entry of the list: a layer, or equal layers in a row."""
     _check_mapping(content, _LAYER, where)
     if missing := [key for key in _NEEDED if key not in content]:
@@ -73,7 +73,7 @@ def _layers(content: Any, where: str) -> Iterator[Layer]:
         raise ValueError(f"{where}.name: expected a string, found {name!r}")
     if isinstance(repeat, bool) or not isinstance(repeat, int) or repeat < 1:
         raise ValueError(f"{where}.repeat: expected a whole number >= 1, found {repeat!r}")
-    layer = Layer(
+    layer = LayerProfile(
         name,
         _seconds(content["forward_s"], f"{where}.forward_s"),
         _seconds(content["backward_s"], f"{where}.backward_s"),
@@ -86,7 +86,7 @@ def _layers(content: Any, where: str) -> Iterator[Layer]:
         yield layer
         return
     for i in range(repeat):
-        yield Layer(f"{name}.{i}", *list(vars(layer).values())[1:])
+        yield LayerProfile(f"{name}.{i}", *list(vars(layer).values())[1:])
 
 
 def _seconds(content: Any, where: str) -> Seconds:
@@ -124,12 +124,12 @@ class MeshPlans:
     name: str
     """Of the profile."""
     problem: Problem
-    plans: tuple[Plan, ...]
+    plans: tuple[MeshPlan, ...]
     page: str | None
     """Path or URL of the page, if one was written."""
 
     @property
-    def best(self) -> Plan:
+    def best(self) -> MeshPlan:
         return self.plans[0]
 
     @property

@@ -43,7 +43,7 @@ _log = logging.getLogger("spark_dl")
 
 
 @dataclass
-class Attempt:
+class AttemptRecord:
     """What is known about one attempt. Both parts are empty if they were not written, or are damaged."""
 
     generation: int
@@ -51,14 +51,14 @@ class Attempt:
     ranks: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read(run_dir: str) -> tuple[list[Attempt], list[str]]:
+def read(run_dir: str) -> tuple[list[AttemptRecord], list[str]]:
     """Returns the attempts of a run, oldest first, and a text for each damaged file."""
     folder = storage.within(run_dir, FOLDER)
-    attempts: dict[int, Attempt] = {}
+    attempts: dict[int, AttemptRecord] = {}
     problems: list[str] = []
     for name in storage.list_names(folder):
         if match := _NAME.fullmatch(name):
-            attempt = attempts.setdefault(int(match[1]), Attempt(int(match[1])))
+            attempt = attempts.setdefault(int(match[1]), AttemptRecord(int(match[1])))
             try:
                 found = json.loads(storage.read_bytes(storage.join(folder, name)))
                 if not isinstance(found, dict) or found.get("format") != _FORMAT:

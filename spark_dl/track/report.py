@@ -23,7 +23,7 @@ from spark_dl._version import __version__
 from spark_dl.config import strategies
 from spark_dl.rundir import environment
 from spark_dl.track import plots
-from spark_dl.track.run_log import PREPARING, Attempt, Line, RunLog, last_sign, number, read_run
+from spark_dl.track.run_log import PREPARING, AttemptLog, Line, RunLog, last_sign, number, read_run
 from spark_dl.track.time_split import LEAST_INTERVALS, PARTS, Straggler, TimeSplit, find_stragglers, split_of
 
 _MOST_RANKS = 32
@@ -102,14 +102,14 @@ class Times:
     stragglers: list[str]
 
 
-def seconds_of(attempt: Attempt, now: float) -> float:
+def seconds_of(attempt: AttemptLog, now: float) -> float:
     if attempt.started is None:
         return 0.0
     is_open = attempt.outcome in (environment.RUNNING, PREPARING)
     return max(0.0, (now if is_open else attempt.ended or last_sign(attempt)) - attempt.started)
 
 
-def times_of(attempt: Attempt, strategy: str, now: float, has_others: bool) -> Times:
+def times_of(attempt: AttemptLog, strategy: str, now: float, has_others: bool) -> Times:
     split = split_of(attempt.steps)
     first, last = (text(attempt.steps[i]["step"]) for i in (0, -1))
     ranks = [] if split is None else _rank_bars(attempt, split)
@@ -124,7 +124,7 @@ def times_of(attempt: Attempt, strategy: str, now: float, has_others: bool) -> T
     )
 
 
-def _whole_bar(attempt: Attempt, now: float) -> Bar:
+def _whole_bar(attempt: AttemptLog, now: float) -> Bar:
     """Returns how the duration of an attempt was spent, on the clock of the rank that logs."""
     spent = {
         "steps": _sum(attempt.steps, "seconds"),
@@ -141,7 +141,7 @@ def _sum(lines: Sequence[Line], key: str) -> float:
     return sum(s for line in lines if (s := number(line.get(key))) is not None and s > 0)
 
 
-def _rank_bars(attempt: Attempt, split: TimeSplit) -> list[Bar]:
+def _rank_bars(attempt: AttemptLog, split: TimeSplit) -> list[Bar]:
     """Returns a bar for each rank; if there are too many to show, those that were busy for longest are first."""
     totals = {part: split.totals(part) for part in PARTS}
     whole = np.sum([*totals.values()], axis=0)
@@ -159,12 +159,12 @@ def _rank_bars(attempt: Attempt, split: TimeSplit) -> list[Bar]:
     ]  # fmt: skip
 
 
-def _rank_table(attempt: Attempt, split: TimeSplit) -> list[list[str]]:
+def _rank_table(attempt: AttemptLog, split: TimeSplit) -> list[list[str]]:
     totals = [split.totals(part) for part in PARTS]
     return [[str(r), attempt.host_of(r), *(text(t[r]) for t in totals)] for r in range(split.num_ranks)]
 
 
-def _why_not_measured(attempt: Attempt, strategy: str) -> str:
+def _why_not_measured(attempt: AttemptLog, strategy: str) -> str:
     line = attempt.steps[-1]
     data = line.get("ranks", {}).get("data_s") if isinstance(line.get("ranks"), dict) else None
     if data is None:
@@ -184,7 +184,7 @@ def _why_not_measured(attempt: Attempt, strategy: str) -> str:
     return f"Computation, communication and wait are not measured: {why}. Waiting for data: {texts}."
 
 
-def _straggler_texts(attempt: Attempt, split: TimeSplit) -> list[str]:
+def _straggler_texts(attempt: AttemptLog, split: TimeSplit) -> list[str]:
     if split.num_ranks == 1:
         return ["There is one rank."]
     if len(split.last_steps) < LEAST_INTERVALS:
@@ -193,7 +193,7 @@ def _straggler_texts(attempt: Attempt, split: TimeSplit) -> list[str]:
     return [_straggler_text(attempt, s) for s in found] or ["No rank was slower than the others for long."]
 
 
-def _straggler_text(attempt: Attempt, slow: Straggler) -> str:
+def _straggler_text(attempt: AttemptLog, slow: Straggler) -> str:
     host = attempt.host_of(slow.rank)
     what = {"data": "mostly to wait for data", "compute": "mostly to compute"}.get(
         slow.cause, f"to wait for data ({duration(slow.data_s)}) and to compute ({duration(slow.compute_s)})"
@@ -400,7 +400,7 @@ def _strategy(run: RunLog) -> str:
     return str(parallel.get("strategy", "")) if isinstance(parallel, dict) else ""
 
 
-def _state(attempt: Attempt, now: float) -> str:
+def _state(attempt: AttemptLog, now: float) -> str:
     """Returns a sentence about how the run ended, or goes on."""
     doubt = "" if attempt.is_alive else ", or its driver was stopped"
     ago = duration(max(0.0, now - last_sign(attempt)))
@@ -483,7 +483,7 @@ def _attempt_table(run: RunLog, now: float) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def _environment(attempt: Attempt) -> list[tuple[str, str]]:
+def _environment(attempt: AttemptLog) -> list[tuple[str, str]]:
     spark, versions = attempt.about.get("spark"), attempt.about.get("versions")
     return [
         (name, found)
@@ -498,7 +498,7 @@ def _environment(attempt: Attempt) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _datasets(attempt: Attempt) -> list[list[str]]:
+def _datasets(attempt: AttemptLog) -> list[list[str]]:
     found = attempt.about.get("datasets")
     sets = found.items() if isinstance(found, dict) else ()
     return [[name, *(text(about.get(key)) for key in ("rows", "shards", "url"))] for name, about in sets

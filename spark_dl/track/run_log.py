@@ -23,7 +23,7 @@ PREPARING, NOT_RECORDED = "preparing", "not recorded"
 
 
 @dataclass
-class Attempt:
+class AttemptLog:
     """One attempt of a run, with the lines that it wrote."""
 
     generation: int
@@ -62,7 +62,7 @@ class RunLog:
     """What is known about a run."""
 
     run_dir: str
-    attempts: list[Attempt]
+    attempts: list[AttemptLog]
     """Oldest first; at least one."""
     config: Mapping[str, Any]
     """Settings of the newest attempt; empty if they are not known."""
@@ -76,7 +76,7 @@ class RunLog:
         return [line for attempt in self.attempts for line in getattr(attempt, kind)]
 
     @property
-    def last(self) -> Attempt:
+    def last(self) -> AttemptLog:
         return self.attempts[-1]
 
 
@@ -107,19 +107,19 @@ def number(value: Any) -> float | None:
     return float(value) if is_number(value) else None
 
 
-def _attempts(run_dir: str, recorded: Sequence[environment.Attempt], *, is_legacy: bool) -> list[Attempt]:
+def _attempts(run_dir: str, recorded: Sequence[environment.AttemptRecord], *, is_legacy: bool) -> list[AttemptLog]:
     found = {attempt.generation: attempt for attempt in recorded}
     first = min(found, default=0)  # those before it belong to runs that were overwritten, of which nothing else is left
     for name in storage.list_names(storage.within(run_dir, generations.FOLDER)):
         if name.isdecimal() and int(name) >= first:
-            found.setdefault(int(name), environment.Attempt(int(name)))
+            found.setdefault(int(name), environment.AttemptRecord(int(name)))
     if not found:
-        return [Attempt(0, {}, NOT_RECORDED)]
+        return [AttemptLog(0, {}, NOT_RECORDED)]
     newest = max(found)
     return [_attempt(run_dir, found[g], is_newest=g == newest, is_legacy=is_legacy) for g in sorted(found)]
 
 
-def _attempt(run_dir: str, known: environment.Attempt, *, is_newest: bool, is_legacy: bool) -> Attempt:
+def _attempt(run_dir: str, known: environment.AttemptRecord, *, is_newest: bool, is_legacy: bool) -> AttemptLog:
     driver, ranks = known.driver, known.ranks
     begun: dict[str, Any] = {}
     is_alive = None
@@ -134,7 +134,7 @@ def _attempt(run_dir: str, known: environment.Attempt, *, is_newest: bool, is_le
         outcome = environment.INTERRUPTED if is_gone else environment.RUNNING if driver or ranks else PREPARING
     if is_legacy:
         outcome = NOT_RECORDED
-    return Attempt(
+    return AttemptLog(
         known.generation,
         {**begun, **driver, **ranks, "driver": driver.get("host") or begun.get("host")},
         str(outcome),
@@ -167,7 +167,7 @@ def _seconds(started: Any) -> float | None:
         return None
 
 
-def _share_out(lines: Sequence[Line], attempts: Sequence[Attempt]) -> None:
+def _share_out(lines: Sequence[Line], attempts: Sequence[AttemptLog]) -> None:
     """Gives each attempt the lines that were written after its start, and before that of the next one."""
     kinds = {
         "step": "steps", "epoch": "epochs", "checkpoint": "checkpoints", "checkpoint_failed": "failed_checkpoints",
@@ -184,7 +184,7 @@ def _share_out(lines: Sequence[Line], attempts: Sequence[Attempt]) -> None:
             getattr(own, kinds[line["kind"]]).append(line)
 
 
-def _finish(attempts: Sequence[Attempt]) -> None:
+def _finish(attempts: Sequence[AttemptLog]) -> None:
     """Says of runs of older versions what their lines tell: that all steps are done."""
     last = attempts[-1]
     if last.outcome == NOT_RECORDED and last.checkpoints:
@@ -197,13 +197,13 @@ def _finish(attempts: Sequence[Attempt]) -> None:
             attempt.ended = max((t for t in times if t is not None), default=None)
 
 
-def last_sign(attempt: Attempt) -> float:
+def last_sign(attempt: AttemptLog) -> float:
     """Returns the time of the last line of an attempt, or of its start."""
     times = [number(line["time"]) for line in (*attempt.steps, *attempt.epochs, *attempt.checkpoints)]
     return max([t for t in (*times, attempt.started) if t is not None], default=time.time())
 
 
-def _config(run_dir: str, attempts: Sequence[Attempt]) -> Mapping[str, Any]:
+def _config(run_dir: str, attempts: Sequence[AttemptLog]) -> Mapping[str, Any]:
     found = attempts[-1].about.get("config")
     if found is None:
         url = storage.within(run_dir, CONFIG)

@@ -43,7 +43,7 @@ _log = logging.getLogger("spark_dl")
 
 
 @dataclass(frozen=True, order=True)
-class Finding:
+class NonFinite:
     """NaN or Inf on a rank. The smallest finding is the origin of the others."""
 
     global_step: int
@@ -70,7 +70,7 @@ class Finding:
 class NotFiniteError(RuntimeError):
     """NaN or Inf was found. The training loop adds the details of the run to the message."""
 
-    def __init__(self, finding: Finding, why_now: str = "", *, names_checkpoint: bool = False):
+    def __init__(self, finding: NonFinite, why_now: str = "", *, names_checkpoint: bool = False):
         """why_now: why the run ends, if `train.on_nonfinite` let it go on after others. names_checkpoint: whether it
         says already which checkpoint is the last one, or that there is none."""
         super().__init__(f"{finding}")
@@ -102,7 +102,7 @@ def explain(error: NotFiniteError, epoch: int, epoch_start: int, last_checkpoint
     )
 
 
-def as_fields(finding: Finding) -> dict[str, Any]:
+def as_fields(finding: NonFinite) -> dict[str, Any]:
     """Returns a finding as fields of a log line. The driver adds a `rank`, of the one that writes the line."""
     about = {"bad_rank": finding.rank, "bad_step": finding.global_step, "bad_rows": finding.rows or "not known"}
     return {**about, "what": finding.what, "parameter": finding.name}
@@ -168,14 +168,16 @@ class StepCheck:
                 return torch.tensor(bool(self._bad))
             return ~(torch.stack(self._norms) < math.inf).all()
 
-    def finding_of_step(self, rank: int, global_step: int) -> Finding | None:
+    def finding_of_step(self, rank: int, global_step: int) -> NonFinite | None:
         """Returns what `is_bad` has found in this step, or None. Synchronizes the device."""
         norms = [] if self._waits else torch.stack(self._norms).tolist()
         bad = min([*self._bad, *(i for i, norm in enumerate(norms) if not norm < math.inf)], default=None)
         if bad is None:
             return None
         return (
-            Finding(global_step, LOSS, rank) if bad == 0 else Finding(global_step, GRADIENT, rank, self._names[bad - 1])
+            NonFinite(global_step, LOSS, rank)
+            if bad == 0
+            else NonFinite(global_step, GRADIENT, rank, self._names[bad - 1])
         )
 
     def forget_step(self) -> None:
@@ -197,12 +199,12 @@ class StepCheck:
         """Returns the losses, or NaN after a finding. # losses: scalar"""
         return torch.where((self._first < _NEVER).any(), math.nan, losses)
 
-    def finding(self, rank: int) -> Finding | None:
+    def finding(self, rank: int) -> NonFinite | None:
         """Returns the first finding of this rank, or None. Synchronizes the device."""
         steps, count = self._first.tolist(), len(self._names)
         kinds = [LOSS, *[GRADIENT] * count, *[WEIGHT] * count]
         step, kind, index = min((step, kind, i) for i, (step, kind) in enumerate(zip(steps, kinds, strict=True)))
-        return None if step == _NEVER else Finding(step, kind, rank, ["", *self._names, *self._names][index])
+        return None if step == _NEVER else NonFinite(step, kind, rank, ["", *self._names, *self._names][index])
 
     def close(self) -> None:
         """Removes the hooks from the model."""
@@ -210,17 +212,17 @@ class StepCheck:
             handle.remove()
 
 
-def find_in_gradients(model: nn.Module, loss: Tensor, rank: int, global_step: int) -> Finding | None:
+def find_in_gradients(model: nn.Module, loss: Tensor, rank: int, global_step: int) -> NonFinite | None:
     """Checks a rank's loss and gradients before they are sent. Synchronizes the device."""
     if not is_finite(loss):
-        return Finding(global_step, LOSS, rank)
+        return NonFinite(global_step, LOSS, rank)
     name = first_not_finite((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
-    return None if name is None else Finding(global_step, GRADIENT, rank, name)
+    return None if name is None else NonFinite(global_step, GRADIENT, rank, name)
 
 
-def first_of_all(own: Finding | None) -> Finding | None:
+def first_of_all(own: NonFinite | None) -> NonFinite | None:
     """Returns the first finding over all ranks, or None. Collective."""
-    found = [Finding(*each) for each in gather_json(own and dataclasses.astuple(own)) if each is not None]
+    found = [NonFinite(*each) for each in gather_json(own and dataclasses.astuple(own)) if each is not None]
     return min(found, default=None)
 
 
@@ -367,7 +369,7 @@ class NonFiniteSteps:
 
     def forward_backward(
         self, micro_batches: Sequence[Batch], count: Count, global_step: int
-    ) -> tuple[Tensor, Finding | None]:
+    ) -> tuple[Tensor, NonFinite | None]:
         """Calls `Trainable.forward_backward`. Returns its loss, and why the update is left out, or None. Collective.
 
         If it is left out, the model is as before the step, apart from the generators of random numbers.
@@ -403,7 +405,7 @@ class NonFiniteSteps:
         # NOTE: schedulers of torch warn if they are called before the optimizer, and look at this attribute.
         self._trainable.optimizer._opt_called = True  # type: ignore[attr-defined]
 
-    def _decide(self, loss: Tensor, global_step: int) -> Finding | None:
+    def _decide(self, loss: Tensor, global_step: int) -> NonFinite | None:
         assert self._check is not None
         is_bad = self._check.is_bad(loss)
         named = self._sums() if self._checks_sums else []
@@ -416,10 +418,10 @@ class NonFiniteSteps:
             return None  # on all ranks
         own = self._check.finding_of_step(self._world.rank, global_step)
         if own is None and (name := first_not_finite(named)) is not None:
-            own = Finding(global_step, SUM, self._world.rank, name)
+            own = NonFinite(global_step, SUM, self._world.rank, name)
         return self.first_of_all(own)
 
-    def first_of_all(self, own: Finding | None) -> Finding | None:
+    def first_of_all(self, own: NonFinite | None) -> NonFinite | None:
         """Returns the first finding over all ranks, with the rows of its rank, or None. Collective."""
         return first_of_all(own and dataclasses.replace(own, rows=self._name_rows(own.global_step)))
 

@@ -39,7 +39,7 @@ _WITH_STATE = ("amsgrad", "centered", "momentum")
 _SHOWN = 4
 
 
-class Schedule:
+class RateSchedule:
     """A scheduler and a linear warm-up. The warm-up is a factor during the step, so it works with any scheduler.
 
     Args:
@@ -145,7 +145,7 @@ def check_optimization(config: Config) -> None:
     """
     model = torch.nn.ParameterList([torch.zeros(2, 2)])  # a matrix, which all optimizers can train
     optimizer = build_optimizer(model, config, config.launch.num_ranks)
-    scheduler = Schedule(optimizer, config).scheduler
+    scheduler = RateSchedule(optimizer, config).scheduler
     optimizer.step()  # without a gradient it changes nothing
     if scheduler is None:
         return
@@ -191,7 +191,7 @@ class OptimizerSettings:
     """The settings of the optimizer and the schedule of one rank, as they were built and as they are."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, schedule: Schedule, names: Sequence[Sequence[str]], owner: str
+        self, optimizer: torch.optim.Optimizer, schedule: RateSchedule, names: Sequence[Sequence[str]], owner: str
     ):
         """Built before the first step. names: of the parameters of each group. owner: names the optimizer in errors."""
         self._optimizer, self._schedule, self._names, self._owner = optimizer, schedule, names, owner
@@ -323,7 +323,7 @@ class OptimizerSettings:
                 )
 
 
-def classes_of(optimizer: torch.optim.Optimizer, schedule: Schedule) -> dict[str, str]:
+def classes_of(optimizer: torch.optim.Optimizer, schedule: RateSchedule) -> dict[str, str]:
     """Returns the names of the classes of an optimizer and its scheduler."""
     return {"optimizer": type(optimizer).__name__, "scheduler": type(schedule.scheduler).__name__}
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from spark_dl.config import Train
     from spark_dl.config.train import Mode
-    from spark_dl.training.state import Progress
+    from spark_dl.training.state import TrainingProgress
     from spark_dl.world import World
 
 _MODULES = ("torchmetrics", "torchmetrics.classification", "torchmetrics.regression")
@@ -232,7 +232,7 @@ def with_mode(spec: ModelSpec, config: Config) -> Config:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, early_stop_mode=mode))
 
 
-def decide(progress: Progress, train: Train, metrics: Mapping[str, Any], device: torch.device) -> None:
+def decide(progress: TrainingProgress, train: Train, metrics: Mapping[str, Any], device: torch.device) -> None:
     """Updates early stopping after an epoch, and decides whether to stop. Collective.
 
     NaN is neither an improvement nor the best value. Raises ValueError if there is no such metric, or
@@ -260,7 +260,7 @@ def decide(progress: Progress, train: Train, metrics: Mapping[str, Any], device:
     progress.stopped_early = bool(stop)
 
 
-def ask(progress: Progress, entry: Mapping[str, Any], world: World) -> None:
+def ask(progress: TrainingProgress, entry: Mapping[str, Any], world: World) -> None:
     """Ends the run if the driver says so after an epoch (`World.ends_run`). Collective."""
     if world.ends_run is None:
         return
@@ -269,7 +269,7 @@ def ask(progress: Progress, entry: Mapping[str, Any], world: World) -> None:
     progress.stopped_early |= bool(stop)
 
 
-def take_up(progress: Progress, before: Train, train: Train, *, same_rows: bool = True) -> None:
+def take_up(progress: TrainingProgress, before: Train, train: Train, *, same_rows: bool = True) -> None:
     """Applies the current settings to resumed early stopping. Another metric or mode, or other rows, start it again.
 
     Args:

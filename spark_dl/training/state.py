@@ -33,7 +33,7 @@ from spark_dl.rundir.checkpoint_files import TensorFiles, plain_state
 from spark_dl.spec import Position, Run
 from spark_dl.training import row_metrics
 from spark_dl.training.finite import StateCheck
-from spark_dl.training.optimizer_settings import OptimizerSettings, Schedule, by_name, classes_of, group_names
+from spark_dl.training.optimizer_settings import OptimizerSettings, RateSchedule, by_name, classes_of, group_names
 from spark_dl.world import World, no_driver
 
 _LAST_WAIT_S = 5.0
@@ -118,7 +118,7 @@ class BackgroundSave:
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """Epochs, steps and rows of a run so far."""
 
     epoch: int = 0
@@ -214,7 +214,7 @@ class RunState:
         run: Run,
         world: World,
         trainable: Trainable,
-        schedule: Schedule,
+        schedule: RateSchedule,
         columns: Sequence[Column],
         num_ranks: int,
     ):
@@ -222,7 +222,7 @@ class RunState:
         self._columns, self._num_ranks = columns, num_ranks
         self._dataset = dataset_digest(run.train)
         self._validation = None if run.validation is None else dataset_digest(run.validation)
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         self.saved_url: str | None = None
         """URL of the last checkpoint that was committed or restored."""
         self._saved_sha256: str | None = None
@@ -414,7 +414,7 @@ class RunState:
             of_rank = saving.load_rank_state(saved, world.rank, world.world_size, trainable.saved_rank)
             for name, part in trainable.rank_state.items():
                 part.load_state_dict(of_rank[name])
-        self.progress = Progress(**state["progress"])
+        self.progress = TrainingProgress(**state["progress"])
         rows = saved.manifest.get("rows") or {}
         is_same = rows.get(VALIDATION, self._validation) == self._validation
         row_metrics.take_up(self.progress, Train(**saved.manifest["config"]["train"]), train, same_rows=is_same)

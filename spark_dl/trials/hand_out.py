@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from spark_dl.cli.progress import EVENTS, OnEvent, Progress
+from spark_dl.cli.progress import EVENTS, OnEvent, ProgressDisplay
 from spark_dl.launch.barrier import run_barrier
 from spark_dl.launch.failures.root_cause import root_cause
 from spark_dl.spec import Run
@@ -42,7 +42,7 @@ def run_trials(
     run_barrier(spark, call, launch=launch, on_event=on_event, on_ask=hand_out.answer)
 
 
-def show_trials(shown: Progress, functions: Sequence[OnEvent] = ()) -> OnEvent:
+def show_trials(shown: ProgressDisplay, functions: Sequence[OnEvent] = ()) -> OnEvent:
     """Returns a function that shows the ends of trials and the output of ranks, and calls the user's functions.
 
     The steps of trials that are trained at the same time would take turns in one bar.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from spark_dl.cli.progress import Progress
+from spark_dl.cli.progress import ProgressDisplay
 from spark_dl.config import Config
 from spark_dl.config.fields import as_numbers
 from spark_dl.config.load import build_config, with_settings
@@ -80,7 +80,7 @@ def train_listed(
             )
     check_cluster(spark, configs[0], num_groups)
     with (
-        Progress("fit", enabled=progress) as shown,
+        ProgressDisplay("fit", enabled=progress) as shown,
         prepare_run(data, None, configs[0], validation=validation, run_dir=run_dir, stage=shown.stage) as run,
         generations.explained(run.run_dir, run.generation),
     ):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_dl import storage
-from spark_dl.cli.progress import OnEvent, Progress, as_functions
+from spark_dl.cli.progress import OnEvent, ProgressDisplay, as_functions
 from spark_dl.config import Config
 from spark_dl.config.checks import suggestion
 from spark_dl.launch.session import find_session
@@ -91,7 +91,7 @@ def tune(
     options: dict[str, Any] = {"run_dir": run_dir, "resume": resume, "overwrite": overwrite, "reuse_shards": resume}
     fixed = spec if isinstance(spec, ModelSpec) else None
     with (
-        Progress("tune", enabled=progress) as shown,
+        ProgressDisplay("tune", enabled=progress) as shown,
         prepare_run(data, fixed, config, validation=validation, stage=shown.stage, **options) as run,
         generations.explained(run.run_dir, run.generation),
     ):
@@ -116,7 +116,7 @@ class _Search:
     functions: Sequence[OnEvent]
 
 
-def _run(search: _Search, study: Any, run: Run, shown: Progress) -> None:
+def _run(search: _Search, study: Any, run: Run, shown: ProgressDisplay) -> None:
     """Trains the trials that are left. If the job ends early, the study has no trial that seems to run."""
     pass_on = show_trials(shown, search.functions)
     trials = StudyTrials(

@@ -3,15 +3,15 @@
 import random
 
 from spark_dl.parallel.cost.cost import Network
-from spark_dl.parallel.mesh.planner.records import KINDS, STATES, Cluster, Layer, Seconds
+from spark_dl.parallel.mesh.planner.records import KINDS, STATES, Cluster, LayerProfile, Seconds
 from spark_dl.parallel.mesh.planner.search import Problem
 
 WITHIN, BETWEEN = Network(1e-5, 5e9), Network(1e-4, 1e8)
 
 
-def layers(rng: random.Random, count: int, *, kinds: tuple[str, ...] = KINDS) -> tuple[Layer, ...]:
+def layers(rng: random.Random, count: int, *, kinds: tuple[str, ...] = KINDS) -> tuple[LayerProfile, ...]:
     return tuple(
-        Layer(
+        LayerProfile(
             f"layer{i}",
             Seconds(rng.uniform(0, 1e-3), rng.uniform(1e-4, 1e-2)),
             Seconds(rng.uniform(0, 1e-3), rng.uniform(1e-4, 2e-2)),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from spark_dl.data.dataset.manifest import read_shards
-from spark_dl.data.load.loader import Loader
+from spark_dl.data.load.loader import ShardLoader
 from tests.builders.datasets import write_dataset
 from tests.builders.settings import make_config
 from tests.petastorm.exchange import plain_rows
@@ -48,7 +48,7 @@ def datasets(draw):
 def through_the_loader(url, names):
     """All rows of a dataset, in its order."""
     config = make_config(features=tuple(names), label=None, num_streams=3, nonfinite="allow", global_batch_size=6)
-    steps = Loader(read_shards(url), config, rank=0, world_size=1, shuffle=False).epoch(0)
+    steps = ShardLoader(read_shards(url), config, rank=0, world_size=1, shuffle=False).epoch(0)
     batches = [batch for step in steps for batch in step.micro_batches]
     true_rows = [batch["weight"].numpy() == 1 for batch in batches]
     return {n: np.concatenate([b[n].numpy()[t] for b, t in zip(batches, true_rows, strict=True)]) for n in names}

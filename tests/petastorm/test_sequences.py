@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from spark_dl.data.load.loader import Loader
+from spark_dl.data.load.loader import ShardLoader
 from tests.builders.batches import steps
 from tests.builders.datasets import write_dataset
 from tests.builders.settings import make_config
@@ -35,7 +35,7 @@ def test_sequences_are_those_of_ngram_across_row_groups(datasets, ngrams, length
         features=("id",), label=None, num_streams=4, sequence_length=length, sequence_stride=stride,
         sequence_order="time", sequence_max_gap=max_gap, global_batch_size=16,
     )  # fmt: skip
-    loader = Loader(datasets[GROUP_ROWS], config, rank=0, world_size=1)
+    loader = ShardLoader(datasets[GROUP_ROWS], config, rank=0, world_size=1)
     ours = sorted(row for _, _, b in steps(loader) for row in b["id"][b["weight"] > 0].tolist())
     assert ours == sorted(ngrams[ROWS, length, max_gap, stride])
     if stride == 1:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from spark_dl import ModelSpec
 from spark_dl.data.external.dataset import open_parquet
-from spark_dl.data.load.loader import Loader
+from spark_dl.data.load.loader import ShardLoader
 from spark_dl.parallel.loss import weighted_loss_sum
 from tests.builders.batches import rows_of
 from tests.builders.petastorm import read_dataset
@@ -87,7 +87,7 @@ def test_text_decimals_and_ragged_fields_become_numbers_by_encode(written):
     )
     shards = open_parquet(str(root), names, data=config.data)
     found = {}
-    for step in Loader(shards, config, rank=0, world_size=1).epoch(0):
+    for step in ShardLoader(shards, config, rank=0, world_size=1).epoch(0):
         (batch,) = step.micro_batches
         for i in np.flatnonzero(batch["weight"].numpy()):
             offsets = batch["ragged_offsets"]
@@ -190,7 +190,7 @@ def test_old_datasets_train(version):
     )
     model = spec.build()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    loader = Loader(open_parquet(str(legacy(version)), config.data.columns), config, rank=0, world_size=1)
+    loader = ShardLoader(open_parquet(str(legacy(version)), config.data.columns), config, rank=0, world_size=1)
     losses = []
     for epoch in range(4):
         for step in loader.epoch(epoch):

@@ -23,7 +23,7 @@ from spark_dl.channel import Address
 from spark_dl.launch.failures import errors
 from spark_dl.launch.failures.errors import is_secondary
 from spark_dl.launch.rank import rendezvous
-from spark_dl.launch.rank.store import RankStore, Server
+from spark_dl.launch.rank.store import RankStore, StoreServer
 from spark_dl.parallel import ddp
 from spark_dl.world import World
 from tests.builders.models import MLP, build_mlp, small_config
@@ -158,7 +158,7 @@ def test_a_store_that_does_not_answer_hides_no_error():
 
 def test_a_rank_that_is_done_does_not_fail_because_the_rank_with_the_store_has_failed():
     listener, secret = socket.create_server(("127.0.0.1", 0)), bytes(32)
-    server = Server(listener, secret)
+    server = StoreServer(listener, secret)
     store = RankStore(Address("127.0.0.1", listener.getsockname()[1], secret), datetime.timedelta(seconds=20))
     store.set("key", "value")
     server.close()

@@ -27,7 +27,7 @@ from spark_dl.rundir import checkpoint
 from spark_dl.rundir.metrics import read_metrics
 from spark_dl.spec import Run
 from spark_dl.track.time_split import split_of
-from spark_dl.training.finite import Finding
+from spark_dl.training.finite import NonFinite
 from tests.builders import reference
 from tests.builders.datasets import write_dataset
 from tests.builders.models import DROPOUT_MLP, MLP, blobs, build_mlp, same_bits, small_config
@@ -99,8 +99,8 @@ def test_S16_what_a_hostile_executor_sends_is_not_unpickled_by_the_driver(spark,
     with pytest.raises(pickle.UnpicklingError, match=r"a task sent an object with tests.spark.test_baselines.hatch"):
         module.aggregate(parts_of(spark, str(tmp_path), [None] * 3), config)
     assert not (tmp_path / str(os.getpid())).exists()
-    total = module.aggregate(parts_of(spark, "", [None, Finding(3, 1, 2), Finding(2, 0, 1, "w")]), config)
-    assert (total.gradient.tolist(), total.finding) == ([3.0] * 8, Finding(2, 0, 1, "w"))
+    total = module.aggregate(parts_of(spark, "", [None, NonFinite(3, 1, 2), NonFinite(2, 0, 1, "w")]), config)
+    assert (total.gradient.tolist(), total.finding) == ([3.0] * 8, NonFinite(2, 0, 1, "w"))
     assert spark.sparkContext.parallelize([{1}], 1).collect() == [{1}]  # other RDDs are as ever
 
 

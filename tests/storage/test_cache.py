@@ -16,7 +16,7 @@ import time
 import pytest
 
 from spark_dl import Shards, storage
-from spark_dl.data.load.loader import Loader
+from spark_dl.data.load.loader import ShardLoader
 from spark_dl.data.store import cache as cache_module
 from spark_dl.data.store.cache import DiskCache, build_cache
 from tests.builders.models import small_config
@@ -332,7 +332,7 @@ def test_the_loader_reads_through_it(s3, tmp_path):
     cache = build_cache(config.shards)
 
     def through():
-        steps = [b.micro_batches[0] for b in Loader(shards, config, rank=0, world_size=1).epoch(0)]
+        steps = [b.micro_batches[0] for b in ShardLoader(shards, config, rank=0, world_size=1).epoch(0)]
         return [n for s in steps for n in s["label"][s["weight"] > 0].tolist()]
 
     assert through() == expected

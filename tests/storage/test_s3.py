@@ -10,7 +10,7 @@ import torch
 from spark_dl import Shards, storage
 from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.data.external.dataset import open_parquet
-from spark_dl.data.load.loader import Loader
+from spark_dl.data.load.loader import ShardLoader
 from spark_dl.data.write.arrays import write_arrays
 from spark_dl.rundir import checkpoint
 from tests.builders.models import small_config
@@ -28,7 +28,7 @@ def write(url):
 
 
 def labels(shards, **options):
-    loader = Loader(shards, small_config(1), rank=0, world_size=1, **options)
+    loader = ShardLoader(shards, small_config(1), rank=0, world_size=1, **options)
     steps = [b.micro_batches[0] for b in loader.epoch(0)]
     return torch.cat([s["label"][s["weight"] > 0] for s in steps]).tolist()
 
@@ -81,7 +81,7 @@ def test_wrong_credentials_are_an_error_that_says_where_they_come_from(own_s3):
 @pytest.mark.slow
 def test_a_server_that_goes_in_an_epoch_is_an_error_and_never_a_skip(own_s3):
     shards, _ = write(own_s3.url("x"))
-    epoch = Loader(shards, small_config(1, data={"prefetch_batches": 1}), rank=0, world_size=1).epoch(0)
+    epoch = ShardLoader(shards, small_config(1, data={"prefetch_batches": 1}), rank=0, world_size=1).epoch(0)
     next(epoch)
     own_s3.kill()
     start = time.monotonic()

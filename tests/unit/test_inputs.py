@@ -13,7 +13,7 @@ from spark_dl import Data, Shards, read_shards
 from spark_dl.data.columns.ragged import Ragged
 from spark_dl.data.dataset.manifest import crc32_of
 from spark_dl.data.external.dataset import open_parquet
-from spark_dl.data.load.loader import Loader
+from spark_dl.data.load.loader import ShardLoader
 from spark_dl.data.write.arrays import write_arrays
 from spark_dl.inputs import as_source, as_written, check_rank_rows, shards_of, warn_of_few_rows
 from tests.builders.models import small_config
@@ -127,7 +127,7 @@ BAD = np.where(np.arange(64) == 37, np.nan, np.arange(64)).astype(np.float32)
 
 
 def read(shards, nonfinite="error"):
-    loader = Loader(shards, asked(nonfinite=nonfinite, num_streams=1), rank=0, world_size=1, shuffle=False)
+    loader = ShardLoader(shards, asked(nonfinite=nonfinite, num_streams=1), rank=0, world_size=1, shuffle=False)
     return [batch["x"] for step in loader.epoch(0) for batch in step.micro_batches]
 
 

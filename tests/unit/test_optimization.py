@@ -10,7 +10,7 @@ from torch.optim import SGD, lr_scheduler
 
 from spark_dl import Config, Launch, ModelSpec, Optimization, Train
 from spark_dl.parallel.trainable import build_optimization
-from spark_dl.training.optimizer_settings import Schedule
+from spark_dl.training.optimizer_settings import RateSchedule
 
 MODEL = nn.Linear(1, 1)
 
@@ -32,7 +32,7 @@ def by_steps(_, **options):
 
 def rates_of(optimization, steps, **train):
     """The rates of steps of epochs of 3 steps."""
-    schedule = Schedule(optimization.optimizer, Config(train=Train(**train)), own=optimization)
+    schedule = RateSchedule(optimization.optimizer, Config(train=Train(**train)), own=optimization)
     found = []
     for step in range(steps):
         with schedule.warm(step) as lr:
@@ -92,7 +92,7 @@ def plateau(monitor):
 ])  # fmt: skip
 def test_a_plateau_reads_the_value_that_it_monitors(monitor, expected):
     own = plateau(monitor)
-    schedule = Schedule(own.optimizer, Config(), own=own)
+    schedule = RateSchedule(own.optimizer, Config(), own=own)
     for epoch, (train_loss, loss, val_acc) in enumerate([(3.0, 1.0, 0.9), (2.0, 1.5, 0.5)], 1):
         schedule.end_epoch(train_loss, {"loss": loss, "val_acc": val_acc}, epoch=epoch)
     assert own.optimizer.param_groups[0]["lr"] == pytest.approx(expected)
@@ -101,13 +101,13 @@ def test_a_plateau_reads_the_value_that_it_monitors(monitor, expected):
 def test_a_value_that_is_not_there_is_an_error_that_names_those_that_are():
     own = plateau("val_los")
     with pytest.raises(ValueError, match=r"monitors 'val_los', expected one of \['train_loss', 'loss'\]"):
-        Schedule(own.optimizer, Config(), own=own).end_epoch(1.0, {"loss": 2.0, "matrix": [[1]]})
+        RateSchedule(own.optimizer, Config(), own=own).end_epoch(1.0, {"loss": 2.0, "matrix": [[1]]})
 
 
 def test_a_value_of_validation_rows_needs_them():
     for monitor, needs in (("val_loss", True), ("loss", True), ("train_loss", False), (None, False)):
         own = plateau(monitor)
-        schedule = Schedule(own.optimizer, Config(), own=own)
+        schedule = RateSchedule(own.optimizer, Config(), own=own)
         expected = pytest.raises(ValueError, match=f"monitors '{monitor}', which needs validation rows")
         with expected if needs else contextlib.nullcontext():
             schedule.check_without_validation()

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from spark_dl.training.finite import Finding
+from spark_dl.training.finite import NonFinite
 
 if TYPE_CHECKING:
     from pyspark import RDD
@@ -49,7 +49,7 @@ class GradientSum:
     """Whether the loss depends on each parameter. # (parameters,) bool; only in the first block"""
     buffers: list[Bytes] | None = None
     """The model's buffers after the step, from `to_arrays`; only in the first block, and only of rank 0."""
-    finding: Finding | None = None
+    finding: NonFinite | None = None
     """The first NaN or Inf of these ranks; only in the first block."""
     seconds: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Seconds of each of these ranks: waiting for data, computing; only in the first block."""

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from spark_dl import loop
 from spark_dl.baselines.driver_loop import gradient_sum
 from spark_dl.baselines.driver_loop.gradient_sum import GradientSum, only_gradients
-from spark_dl.baselines.driver_loop.rank_task import Attempt, Step, part_of_rank
+from spark_dl.baselines.driver_loop.rank_task import CallData, Step, part_of_rank
 from spark_dl.config import Config
 from spark_dl.config.parallel import Parallel
 from spark_dl.config.strategies import Strategy
@@ -224,7 +224,7 @@ class _Jobs:
             description = describe("train", self._run.config.launch.num_ranks, subject)
             context.setJobGroup(self._id, description, interruptOnCancel=True)
             packed = payload.pack_call(None, (self._run,), {})
-            self._attempt = context.broadcast(Attempt(self._id, packed, gradient_sum.to_arrays(frozen)))
+            self._attempt = context.broadcast(CallData(self._id, packed, gradient_sum.to_arrays(frozen)))
         sent = context.broadcast(step)
         try:
             task = functools.partial(part_of_rank, attempt=self._attempt, step=sent)

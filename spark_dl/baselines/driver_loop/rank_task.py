@@ -60,7 +60,7 @@ _TIMERS: list[threading.Timer] = []
 
 
 @dataclass(frozen=True)
-class Attempt:
+class CallData:
     """Data for all tasks of a call of `train`."""
 
     id: str
@@ -88,7 +88,7 @@ class Step:
     """The trained parameters, then the buffers."""
 
 
-def part_of_rank(ranks: Iterator[int], *, attempt: Broadcast[Attempt], step: Broadcast[Step]) -> Iterator[GradientSum]:
+def part_of_rank(ranks: Iterator[int], *, attempt: Broadcast[CallData], step: Broadcast[Step]) -> Iterator[GradientSum]:
     """Yields the gradient of a rank's part of a global batch. Called by Spark, in a task whose partition is the rank.
 
     The sum over all ranks, times true rows / `count`, is the gradient of the mean loss. Raises RankFailedError, whose
@@ -156,7 +156,7 @@ def _threads(num_threads: int) -> Iterator[None]:
 class _Kept:
     """Model and loaders that a Python worker keeps for the tasks of one attempt. Used only with `_LOCK` held."""
 
-    def __init__(self, attempt: Attempt):
+    def __init__(self, attempt: CallData):
         if attempt.versions != VERSIONS:
             raise RuntimeError(
                 f"the driver has {dict(attempt.versions)}, this executor {dict(VERSIONS)}; install the same versions"
@@ -225,7 +225,7 @@ class _OpenLoader:
 
 
 @contextlib.contextmanager
-def _kept(attempt: Attempt) -> Iterator[_Kept]:
+def _kept(attempt: CallData) -> Iterator[_Kept]:
     """Yields the state of an attempt, made if there is none. Drops it after an error, and other attempts' state."""
     with _LOCK:
         while _TIMERS:

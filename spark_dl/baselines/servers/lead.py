@@ -14,7 +14,7 @@ from typing import Any
 from spark_dl.baselines.servers.block import shares_of
 from spark_dl.baselines.servers.deal import MiniBatchQueue
 from spark_dl.baselines.servers.rules import Assignment, Coordinator, Gradient
-from spark_dl.baselines.servers.server import Key, Server
+from spark_dl.baselines.servers.server import Key, ServerState
 from spark_dl.baselines.servers.settings import settings_of
 from spark_dl.baselines.servers.wire import Message, Transport
 from spark_dl.channel import Port, connect_to_rank
@@ -96,7 +96,7 @@ class LeadServer:
     updates in the run before the coordinator's first."""
 
     def __init__(
-        self, server: Server, coordinator: Coordinator, followers: range, config: Config, *, first_step: int = 0
+        self, server: ServerState, coordinator: Coordinator, followers: range, config: Config, *, first_step: int = 0
     ):
         self._first_step = first_step
         self._server, self._wire, self._coordinator, self._followers = server, server.wire, coordinator, followers

@@ -35,7 +35,7 @@ from spark_dl.baselines.servers.deal import MiniBatchQueue, deal_again
 from spark_dl.baselines.servers.flat import FlatModel
 from spark_dl.baselines.servers.lead import LeadServer, Roles, connect_all
 from spark_dl.baselines.servers.rules import Coordinator, Gradient, rules_of
-from spark_dl.baselines.servers.server import Server, follow
+from spark_dl.baselines.servers.server import ServerState, follow
 from spark_dl.baselines.servers.settings import ParameterServer, settings_of
 from spark_dl.baselines.servers.trainer import MiniBatches, Trainer, add_gradient
 from spark_dl.baselines.servers.wire import Numbers, Transport
@@ -46,7 +46,7 @@ from spark_dl.parallel.modules import check_same_model
 from spark_dl.parallel.trainable import OptimizerState, Trainable
 from spark_dl.spec import Run
 from spark_dl.training import row_metrics
-from spark_dl.training.finite import WEIGHT, Finding, NotFiniteError, is_finite
+from spark_dl.training.finite import WEIGHT, NonFinite, NotFiniteError, is_finite
 from spark_dl.training.state import seed_generators
 from spark_dl.world import World
 
@@ -121,7 +121,7 @@ class _ServedTraining:
         self._deal: MiniBatchQueue | None = None
         if roles.is_server:
             self.block.place(self.own_weights)  # may be loaded from a checkpoint
-            self._server = Server(wire, self._update, self.block.snapshot)
+            self._server = ServerState(wire, self._update, self.block.snapshot)
         else:
             self._trainer = Trainer(run.spec, run.config, flat, wire, roles.servers, world.rank)
         if world.rank == roles.first:
@@ -218,7 +218,7 @@ class _ServedTraining:
         if not is_finite(self.block.weights):  # before any trainer receives these weights
             bad = int((~torch.isfinite(self.block.weights)).nonzero()[0])
             name = self.flat.name_of(self.flat.blocks[self.roles.block].start + bad)
-            raise NotFiniteError(Finding(progress.global_step + 1, WEIGHT, self.roles.rank, name))
+            raise NotFiniteError(NonFinite(progress.global_step + 1, WEIGHT, self.roles.rank, name))
         training.schedule.end_step()
         progress.step += 1
         progress.global_step += 1

@@ -32,7 +32,7 @@ from spark_dl.baselines.servers.settings import ParameterServer
 
 
 @dataclass(frozen=True)
-class Rules:
+class UpdateRules:
     """Rules of a mode."""
 
     k: int
@@ -44,11 +44,11 @@ class Rules:
     max_staleness: int | None = None
 
 
-def rules_of(settings: ParameterServer, num_trainers: int) -> Rules:
+def rules_of(settings: ParameterServer, num_trainers: int) -> UpdateRules:
     """Returns the rules of `parallel.server_mode`."""
     mode = settings.server_mode
     k = {"sync": num_trainers, "async": 1}.get(mode, settings.server_k or num_trainers)
-    return Rules(
+    return UpdateRules(
         k=k,
         cancels=mode in ("sync", "k_sync", "k_batch_sync"),
         goes_on=mode in ("k_batch_sync", "k_batch_async"),
@@ -93,7 +93,7 @@ class Outcome:
 class Coordinator:
     """State and decisions of the first server. `push` is called for each gradient, in the order of arrival."""
 
-    rules: Rules
+    rules: UpdateRules
     num_trainers: int
     version: int = 0
     """Number of updates so far, the version of the current weights."""

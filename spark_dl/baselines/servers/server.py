@@ -22,7 +22,7 @@ _LATE = 0.4
 """Limit of an ordered gradient, times the timeout. Trainers wait for weights a little longer (`trainer.py`)."""
 
 
-class Server:
+class ServerState:
     """Received gradients of a server's block, and its connections to trainers and other servers."""
 
     def __init__(self, wire: Transport, update: Update, snapshot: Callable[[], Numbers]):
@@ -84,7 +84,7 @@ class Server:
             self.wire.give_back(gradient)
 
 
-def follow(server: Server, first: int, trainers: int, timeout_s: float) -> dict[str, Any]:
+def follow(server: ServerState, first: int, trainers: int, timeout_s: float) -> dict[str, Any]:
     """Executes the first server's orders until an order to pause. Returns that order. Called on the other servers.
 
     Raises RuntimeError if a rank is lost, or no message arrives for twice `timeout_s`. The first server waits half as
@@ -116,7 +116,7 @@ def follow(server: Server, first: int, trainers: int, timeout_s: float) -> dict[
             server.keep(message)
 
 
-def _silence(server: Server, first: int, missing: Sequence[Key], timeout_s: float) -> str:
+def _silence(server: ServerState, first: int, missing: Sequence[Key], timeout_s: float) -> str:
     """Returns which rank has sent nothing: the trainer of an ordered gradient, or else the first server."""
     rank = missing[0][0] if missing else first
     on = f"from rank {rank} on host {server.wire.host_of(rank)}"
@@ -131,7 +131,7 @@ def _silence(server: Server, first: int, missing: Sequence[Key], timeout_s: floa
     )
 
 
-def _execute(server: Server, order: Mapping[str, Any]) -> None:
+def _execute(server: ServerState, order: Mapping[str, Any]) -> None:
     if order["kind"] == "update":
         server.update(order["used"], order["shares"], order["lr_factor"])
     elif order["kind"] == "drop":

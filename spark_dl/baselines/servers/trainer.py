@@ -24,7 +24,7 @@ from spark_dl.parallel.loss import Count, count_of
 from spark_dl.parallel.stragglers import delay_s
 from spark_dl.parallel.trainable import add_gradients
 from spark_dl.spec import Batch, ModelSpec, Run
-from spark_dl.training.finite import Finding, NotFiniteError, find_in_gradients, is_finite
+from spark_dl.training.finite import NonFinite, NotFiniteError, find_in_gradients, is_finite
 
 
 class MiniBatches:
@@ -208,7 +208,7 @@ class Trainer:
             self._wire.send(server, head, gradients[block])
         return True
 
-    def _find(self, total: Tensor, order: dict[str, Any]) -> Finding | None:
+    def _find(self, total: Tensor, order: dict[str, Any]) -> NonFinite | None:
         if is_finite(self._flat.gradients) and is_finite(total):
             return None
         return find_in_gradients(self._flat.model, total, self._rank, order["global_step"])

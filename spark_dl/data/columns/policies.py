@@ -37,7 +37,7 @@ class Changes:
 
 
 @dataclass(frozen=True)
-class Rules:
+class CleaningRules:
     """Cleaning rules a dataset was written with (external data: is read with)."""
 
     nulls: str
@@ -47,7 +47,7 @@ class Rules:
     """`min_count` and `max_size` by column, for vocabularies that were counted with them."""
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Rules:
+    def from_plain(cls, plain: Mapping[str, Any]) -> CleaningRules:
         """Restores rules from `dataclasses.asdict` after a JSON round trip. Raises ValueError for invalid values."""
         for key, choices in (("nulls", get_args(Nulls)), ("nonfinite", get_args(Nonfinite))):
             if plain[key] not in choices:
@@ -58,17 +58,17 @@ class Rules:
         return cls(**plain)
 
 
-def rules_of(data: Data, known: Collection[str] = ()) -> Rules:
+def rules_of(data: Data, known: Collection[str] = ()) -> CleaningRules:
     """The cleaning rules of the settings. # known: columns whose vocabulary comes from another dataset"""
     counts = {
         name: {key: settings[key] for key, usual in _DEFAULT_COUNTS.items() if settings.get(key, usual) != usual}
         for name, settings in data.encode.items()
         if name not in known
     }
-    return Rules(data.nulls, data.nonfinite, dict(data.fill), {name: c for name, c in counts.items() if c})
+    return CleaningRules(data.nulls, data.nonfinite, dict(data.fill), {name: c for name, c in counts.items() if c})
 
 
-def check_rules(url: str, written: Rules | None, data: Data, known: Collection[str] = ()) -> None:
+def check_rules(url: str, written: CleaningRules | None, data: Data, known: Collection[str] = ()) -> None:
     """Raises ValueError for cleaning settings that differ from those a dataset was written with.
 
     A written dataset is read unchanged, so these settings would have no effect. `written` is None if the dataset does

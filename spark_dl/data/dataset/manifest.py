@@ -24,7 +24,7 @@ import pyarrow as pa
 from spark_dl import storage
 from spark_dl._version import __version__
 from spark_dl.data.columns import cell_codec, schema
-from spark_dl.data.columns.policies import Changes, Rules
+from spark_dl.data.columns.policies import Changes, CleaningRules
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.records import Shard, ShardSet, ShardTable
 from spark_dl.data.petastorm import metadata as petastorm_metadata
@@ -81,7 +81,7 @@ def read_shards(url: str | os.PathLike[str]) -> ShardSet:
         _check_once("shard", [s.name for s in shards])
         if other := [c for c in columns if c.codec not in schema.OWN_CODECS]:
             raise ValueError(f"column {other[0].name!r}: found the invalid codec {other[0].codec!r:.200}")
-        rules = Rules.from_plain(manifest["rules"]) if "rules" in manifest else None
+        rules = CleaningRules.from_plain(manifest["rules"]) if "rules" in manifest else None
         shard_set = ShardSet(url, columns, ShardTable.of(shards), Changes(**manifest.get("changes", {})), rules)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} is not a manifest: {error!r}") from error

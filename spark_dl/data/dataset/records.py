@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from spark_dl.config import Config
 from spark_dl.config.checks import suggestion
-from spark_dl.data.columns.policies import Changes, Rules
+from spark_dl.data.columns.policies import Changes, CleaningRules
 from spark_dl.data.columns.ragged import Array
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.parquet.filters import Filtered
@@ -194,7 +194,7 @@ class ShardSet:
     """The data files. The constructor accepts any sequence of `Shard`."""
     changes: Changes = field(default_factory=Changes)
     """Numbers of dropped rows and filled cells, when it was written."""
-    rules: Rules | None = None
+    rules: CleaningRules | None = None
     """Cleaning rules of writing, or, for an external dataset, of reading; None for datasets of earlier versions."""
     external: bool = False
     """Whether it was not written by spark_dl: nulls, NaN and Inf are then detected when it is read."""

@@ -19,7 +19,7 @@ import numpy as np
 from spark_dl import storage
 from spark_dl.config import Data
 from spark_dl.data.columns import schema
-from spark_dl.data.columns.policies import Rules
+from spark_dl.data.columns.policies import CleaningRules
 from spark_dl.data.columns.schema import Column, unit_of
 from spark_dl.data.columns.source import NO_NULLS, check_batch_names, check_names
 from spark_dl.data.dataset.records import Shard, ShardSet, ShardTable
@@ -84,7 +84,9 @@ def open_parquet(
     _check_nulls(url, files, columns, data)
     _check_finite(url, columns, data)
     shards = ShardTable.of(_shard(file, columns, partitions[file.name]) for file in files)
-    return ShardSet(base, columns, shards, rules=Rules(data.nulls, data.nonfinite, dict(data.fill)), external=True)
+    return ShardSet(
+        base, columns, shards, rules=CleaningRules(data.nulls, data.nonfinite, dict(data.fill)), external=True
+    )
 
 
 def _partitions_of(file: File) -> dict[str, str]:

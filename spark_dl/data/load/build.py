@@ -9,7 +9,7 @@ from spark_dl.config import Config
 from spark_dl.data.columns.batch import StepBatches
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.records import ShardSet, leaves_out_rows
-from spark_dl.data.load.loader import Loader
+from spark_dl.data.load.loader import ShardLoader
 from spark_dl.data.load.mixture import MixedLoader, MixedPlan, Mixture
 from spark_dl.data.load.row_names import NamesRows
 from spark_dl.data.plan import Plan
@@ -18,7 +18,7 @@ from spark_dl.world import World
 
 
 class BatchLoader(NamesRows, Protocol):
-    """The batches of one rank, with the interface of `Loader`."""
+    """The batches of one rank, with the interface of `ShardLoader`."""
 
     @property
     def plan(self) -> Plan | MixedPlan: ...
@@ -32,8 +32,8 @@ class BatchLoader(NamesRows, Protocol):
 def build_loader(data: ShardSet | Mixture, config: Config, **options: Any) -> BatchLoader:
     """Builds the loader of a dataset or a mixture. Called on a worker; not collective.
 
-    `options` are the options of `Loader`. Raises the errors of the loaders, and ValueError for `data.filters` if the
-    driver did not count the rows that pass.
+    `options` are the options of `ShardLoader`. Raises the errors of the loaders, and ValueError for `data.filters` if
+    the driver did not count the rows that pass.
     """
     for shards in data.datasets.values() if isinstance(data, Mixture) else [data]:
         if leaves_out_rows(shards, config) and shards.filtered is None:
@@ -44,7 +44,7 @@ def build_loader(data: ShardSet | Mixture, config: Config, **options: Any) -> Ba
             )
     if isinstance(data, Mixture):
         return MixedLoader(data, config, **options)
-    return Loader(data, config, **options)
+    return ShardLoader(data, config, **options)
 
 
 def build_train_loader(

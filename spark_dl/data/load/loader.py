@@ -20,7 +20,7 @@ from spark_dl.data.columns.ragged import Array
 from spark_dl.data.dataset.memory import check_memory, decoding_bytes, memory_setting, share_mib
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.row_names import describe_rows, rows_of_step
-from spark_dl.data.load.window_reader import Arena, Schedule, WindowReader
+from spark_dl.data.load.window_reader import Arena, ReadSchedule, WindowReader
 from spark_dl.data.parquet.buffers import PrefetchBudget
 from spark_dl.data.plan import Ints, Plan, Split, check_held_out, streams_of_rank
 from spark_dl.data.read.rows import HELD_ROW_GROUPS, Limits
@@ -35,7 +35,7 @@ _GATHER_BYTES = 4 << 20
 _MIB = 1 << 20
 
 
-class Loader:
+class ShardLoader:
     """The batches of one rank. Not collective: every rank has its own loader, and loaders do not communicate.
 
     `split` selects the training or the validation rows if `train.validation_fraction` splits one dataset. With
@@ -159,7 +159,7 @@ class Loader:
         """
         if start_step >= self.plan.steps:
             return
-        schedule = Schedule(self.plan.streams(epoch, self._streams), self.plan.stream_batch, start_step)
+        schedule = ReadSchedule(self.plan.streams(epoch, self._streams), self.plan.stream_batch, start_step)
         arena = self._arena(schedule)
         reader = WindowReader(
             self._rows, schedule, arena, self._threads, self._slots_bytes, wait_s=self._wait_s
@@ -168,7 +168,7 @@ class Loader:
             yield from self._gather(arena, reader, start_step)
         self._spare.append(arena)
 
-    def _arena(self, schedule: Schedule) -> Arena:
+    def _arena(self, schedule: ReadSchedule) -> Arena:
         """Makes an arena with one slot per stream, and a second one to prefetch into as far as the budget allows.
 
         The arena of the previous epoch is reused if possible: new memory costs as much time as reading.

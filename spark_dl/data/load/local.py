@@ -225,7 +225,9 @@ class RankRows:
         own = ShardTable.of(self.dataset.shards[first : first + counts[part]])
         return ShardSet(self.dataset.url, self.dataset.columns, own)
 
-    def loader(self, batch_size: int, *, shuffle: bool = True, seed: int = 0, split: Split = "all") -> loaders.Loader:
+    def loader(
+        self, batch_size: int, *, shuffle: bool = True, seed: int = 0, split: Split = "all"
+    ) -> loaders.ShardLoader:
         """Returns a loader of batches of `batch_size` rows per rank.
 
         `for step in loader.epoch(0)` yields `step.micro_batches[0]` (columns, and `weight`, 0 for padding) and
@@ -236,7 +238,7 @@ class RankRows:
         """
         assert self.dataset.placement is not None
         config, own = self.config(batch_size, seed=seed), self.dataset.placement.part
-        return loaders.Loader(
+        return loaders.ShardLoader(
             self.dataset, config, rank=own, world_size=config.launch.num_ranks, split=split, shuffle=shuffle
         )
 

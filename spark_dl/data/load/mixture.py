@@ -20,7 +20,7 @@ from spark_dl.data.columns.batch import BatchBuilder, Prepare, StepBatches, Step
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.memory import memory_setting
 from spark_dl.data.dataset.records import ShardSet
-from spark_dl.data.load.loader import READY_SHARE, Loader, read_ahead
+from spark_dl.data.load.loader import READY_SHARE, ShardLoader, read_ahead
 from spark_dl.data.parquet.buffers import PrefetchBudget
 from spark_dl.data.plan import Plan
 
@@ -131,10 +131,10 @@ class MixedPlan:
 
 
 class MixedLoader:
-    """The batches of one rank from a mixture, with the interface and the options of `Loader`. Not collective.
+    """The batches of one rank from a mixture, with the interface and the options of `ShardLoader`. Not collective.
 
     The rows of all datasets are joined to one batch before `prepare` is called. Each dataset has an equal share of
-    `loader.memory_mib`. Raises ValueError as `batch_shares` and `Loader` do.
+    `loader.memory_mib`. Raises ValueError as `batch_shares` and `ShardLoader` do.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class MixedLoader:
         self.columns = mixture.select(config.data.columns)
         configs = dataset_configs(config)
         self._loaders = {
-            name: Loader(mixture.datasets[name], share, rank=rank, num_datasets=len(configs), **options)
+            name: ShardLoader(mixture.datasets[name], share, rank=rank, num_datasets=len(configs), **options)
             for name, share in configs.items()
         }
         size = config.loader.epoch_size
@@ -194,7 +194,7 @@ class MixedLoader:
                 batches = self._builder.build(parts, key)
                 yield [StepBatches(step, batches, self.plan.batch_rows(step, epoch))]
 
-    def _endless(self, loader: Loader, epoch: int, start_step: int) -> Generator[StepRows, None, None]:
+    def _endless(self, loader: ShardLoader, epoch: int, start_step: int) -> Generator[StepRows, None, None]:
         number, step = self.plan.place(loader.plan, epoch, start_step)
         while True:
             with contextlib.closing(loader.steps(number, step)) as bundles:

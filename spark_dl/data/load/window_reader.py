@@ -141,7 +141,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ReadSchedule:
     """The windows that streams use from a step on. They are made one by one, as an epoch can have millions."""
 
     streams: Sequence[Stream]
@@ -190,7 +190,7 @@ class WindowReader:
     def __init__(
         self,
         rows: Rows | SequenceRows,
-        schedule: Schedule,
+        schedule: ReadSchedule,
         arena: Arena,
         threads: int,
         memory: float,

@@ -23,7 +23,17 @@ from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet.calendar import RebasedFile, may_change
 from spark_dl.data.parquet.file import table_column
 from spark_dl.data.parquet.filters import AnyOf, Bounds, Condition, Mask, columns_of, holds_within, passing_rows
-from spark_dl.data.parquet.thrift import I64, LIST, STRUCT, Field, Many, Struct, read_struct, value_of, write_struct
+from spark_dl.data.parquet.thrift import (
+    I64,
+    LIST,
+    STRUCT,
+    Many,
+    Struct,
+    TField,
+    read_struct,
+    value_of,
+    write_struct,
+)
 
 Ints = npt.NDArray[np.int64]
 
@@ -147,9 +157,9 @@ class IndexedFile:
             part = {number: metadata[number] for number in _KEPT_METADATA}
             start, chunk = len(out), self._chunk(group, leaf)[0]
             if chunk < pages.offsets[0]:
-                part[_DICTIONARY_PAGE] = Field(I64, start)
+                part[_DICTIONARY_PAGE] = TField(I64, start)
                 out += self._read(chunk, int(pages.offsets[0]) - chunk)
-            part[_DATA_PAGE] = Field(I64, len(out))
+            part[_DATA_PAGE] = TField(I64, len(out))
             for span in pages.spans(chosen):
                 offset = int(pages.offsets[span[0]])
                 content = memoryview(self._read(offset, int(pages.ends[span[-1]]) - offset))
@@ -158,9 +168,9 @@ class IndexedFile:
                     if not self._leaves[leaf].max_repetition_level:
                         _check_rows(name, _num_values(page), int(pages.rows[i]))
                     out += page
-            part[_COMPRESSED_BYTES] = Field(I64, len(out) - start)
-            columns[leaf] = {2: Field(I64, start), _METADATA: Field(STRUCT, part)}
-        groups = Field(LIST, Many(STRUCT, [{**row_group, _COLUMNS: Field(LIST, Many(STRUCT, columns))}]))
+            part[_COMPRESSED_BYTES] = TField(I64, len(out) - start)
+            columns[leaf] = {2: TField(I64, start), _METADATA: TField(STRUCT, part)}
+        groups = TField(LIST, Many(STRUCT, [{**row_group, _COLUMNS: TField(LIST, Many(STRUCT, columns))}]))
         end = write_struct({**self._read_footer(), _NUM_ROWS: row_group[_GROUP_ROWS], _ROW_GROUPS: groups})
         return bytes(out + end + len(end).to_bytes(4, "little") + _MAGIC)
 

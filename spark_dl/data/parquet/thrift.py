@@ -13,7 +13,7 @@ TRUE, FALSE, BYTE, I16, I32, I64, DOUBLE, BINARY, LIST, STRUCT = 1, 2, 3, 4, 5, 
 _MAX_DEPTH = 32
 
 
-class Field(NamedTuple):
+class TField(NamedTuple):
     """A type and a value: `Many` for lists, `Struct` for structs, 8 bytes for doubles."""
 
     kind: int
@@ -27,7 +27,7 @@ class Many(NamedTuple):
     items: Sequence[Any]
 
 
-Struct = dict[int, Field]
+Struct = dict[int, TField]
 """The fields of a struct, by number."""
 
 
@@ -47,7 +47,7 @@ def read_struct(content: bytes | memoryview, position: int = 0, depth: int = 0) 
         kind = byte & 0xF
         number, position = (number + (byte >> 4), position + 1) if byte >> 4 else _zigzag(content, position + 1)
         value, position = (kind == TRUE, position) if kind in (TRUE, FALSE) else _value(content, position, kind, depth)
-        fields[number] = Field(kind, value)
+        fields[number] = TField(kind, value)
     return fields, position + 1
 
 

@@ -82,7 +82,7 @@ def place_in_words(phase: str | None, step: int | None) -> str:
     return "" if step is None else f" in step {step} ({phase})"
 
 
-class Memory(TypedDict):
+class RankMemory(TypedDict):
     """Memory of a process, as heartbeats have it."""
 
     peak: int
@@ -97,12 +97,12 @@ class Memory(TypedDict):
     """Processes of the control group that the kernel has killed for want of memory."""
 
 
-def memory_now() -> Memory:
+def memory_now() -> RankMemory:
     """Returns the memory of this process."""
     import resource  # not on Windows, where drivers can run
 
     unit = 1 if sys.platform == "darwin" else 1024
-    found: Memory = {
+    found: RankMemory = {
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "limit": None, "group": "", "events": "",
         "oom_kills": 0,
     }  # fmt: skip
@@ -114,7 +114,7 @@ def memory_now() -> Memory:
     return found
 
 
-def memory_in_words(memory: Memory | None) -> str:
+def memory_in_words(memory: RankMemory | None) -> str:
     """Returns for example `, with a peak memory of 800 MiB of 1024 MiB`; empty for None."""
     if memory is None:
         return ""
@@ -122,7 +122,7 @@ def memory_in_words(memory: Memory | None) -> str:
     return f", with a peak memory of {memory['peak'] / _MIB:.0f} MiB{limit}"
 
 
-def killed_by_kernel(task: int, memories: Mapping[int, Memory]) -> bool:
+def killed_by_kernel(task: int, memories: Mapping[int, RankMemory]) -> bool:
     """Whether the kernel has killed a process for want of memory in the control group of a task since its heartbeat.
 
     Called on the driver, with the last memory of each task. The count comes from another task of the control group, or
@@ -137,7 +137,7 @@ def killed_by_kernel(task: int, memories: Mapping[int, Memory]) -> bool:
     return max(counts) > last["oom_kills"]
 
 
-def wait_for_count_s(task: int, memories: Mapping[int, Memory]) -> float:
+def wait_for_count_s(task: int, memories: Mapping[int, RankMemory]) -> float:
     """Returns how long to wait for a count of kills after a task was killed: for a heartbeat of its control group."""
     last = memories.get(task)
     if last is None or not last["group"] or _is_here(last):
@@ -146,7 +146,7 @@ def wait_for_count_s(task: int, memories: Mapping[int, Memory]) -> float:
     return _NEXT_BEAT_S if shared else 0.0
 
 
-def _is_here(memory: Memory) -> bool:
+def _is_here(memory: RankMemory) -> bool:
     """Whether this process can read the count of kills of a control group, because it runs on the same host."""
     return _identity(Path(memory["events"])) == memory["group"]
 
@@ -198,14 +198,14 @@ def _identity(events: Path) -> str:
         return ""
 
 
-class Progress(TypedDict):
+class RankProgress(TypedDict):
     """The progress of a rank in its collective operations, which is in each heartbeat."""
 
     number: int
     """Number of the last operation of the default process group, from 1; 0 before the first one."""
 
 
-def progress() -> Progress | None:
+def progress() -> RankProgress | None:
     """Returns how far this process has come; None without a process group. Takes less than a millisecond.
 
     NOTE: `last_collective` reads all that the flight recorder has kept, which takes some ten milliseconds.

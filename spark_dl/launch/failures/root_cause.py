@@ -13,7 +13,7 @@ from typing import Any
 from spark_dl.config.checks import missing_on_executors
 from spark_dl.launch.failures import rank_state
 from spark_dl.launch.failures.errors import RankError, failure_in, name_of, named
-from spark_dl.launch.failures.rank_state import LOADING, PLANNED, READING, SAVING, Memory, Status, place_in_words
+from spark_dl.launch.failures.rank_state import LOADING, PLANNED, READING, SAVING, RankMemory, Status, place_in_words
 
 _DEFAULT_GROUP = "default_pg"
 """Torch's name of the default process group."""
@@ -169,7 +169,7 @@ def root_cause(
     known: Mapping[int, Mapping[str, Any]],
     error: BaseException | None,
     silent: Mapping[int, float],
-    memories: Mapping[int, Memory] | None = None,
+    memories: Mapping[int, RankMemory] | None = None,
 ) -> BaseException:
     """Returns the root cause: the first rank that raised an error of its own, or was killed, or is silent.
 
@@ -195,7 +195,7 @@ def _first_of_all(
     known: Mapping[int, Mapping[str, Any]],
     error: BaseException | None,
     silent: Mapping[int, float],
-    memories: Mapping[int, Memory],
+    memories: Mapping[int, RankMemory],
 ) -> BaseException:
     raised = [f for f in failures if f["kind"] == "failed"]
     by_spark = failure_in(str(error)) if error else None
@@ -249,7 +249,7 @@ def _first_of_all(
 
 
 def _error_of_lost(
-    task: int, known: Mapping[int, Mapping[str, Any]], memories: Mapping[int, Memory], raised: list[dict[str, Any]]
+    task: int, known: Mapping[int, Mapping[str, Any]], memories: Mapping[int, RankMemory], raised: list[dict[str, Any]]
 ) -> RankError:
     """Returns the error of a task whose process has ended without a word, or in the handler of a signal.
 

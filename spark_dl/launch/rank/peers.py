@@ -1,6 +1,6 @@
 """The facts that ranks exchange before the first collective operation: versions, hosts and GPUs.
 
-Each task sends a `Peer`, and gets the peers of all tasks. So all tasks compute the same ranks, backend and errors.
+Each task sends a `TaskRecord`, and gets those of all tasks. So all tasks compute the same ranks, backend and errors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class VersionError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peer:
+class TaskRecord:
     """Data about a task, which all tasks exchange."""
 
     partition: int
@@ -73,18 +73,18 @@ class Peer:
         return json.dumps(vars(self))
 
 
-def from_json(message: str) -> Peer:
+def from_json(message: str) -> TaskRecord:
     """Returns the peer of a message."""
     fields = json.loads(message)
-    return Peer(**{**fields, "gpus": tuple(fields["gpus"]), "names": tuple(fields["names"])})
+    return TaskRecord(**{**fields, "gpus": tuple(fields["gpus"]), "names": tuple(fields["names"])})
 
 
 def describe(
     partition: int, host: str, executor: str, own: Sequence[torch.device], addresses: Sequence[str], *,
     address: str = "", port: int = 0,
-) -> Peer:  # fmt: skip
+) -> TaskRecord:  # fmt: skip
     """Returns the peer of this process. # own: the GPUs of the task; addresses: theirs of Spark"""
-    peer = Peer(
+    peer = TaskRecord(
         partition=partition, host=host, executor=executor, address=address, port=port,
         device=str(gpus.first(tuple(own))), pid=os.getpid(),
     )  # fmt: skip
@@ -98,10 +98,10 @@ def describe(
         "sees": ",".join(seen.identity(i) for i in range(len(seen.uuids))),
         "is_slice": seen.are_slices,
     }
-    return Peer(**{**vars(peer), **about})
+    return TaskRecord(**{**vars(peer), **about})
 
 
-def check_peers(peers: Sequence[Peer], launch: Launch) -> None:
+def check_peers(peers: Sequence[TaskRecord], launch: Launch) -> None:
     """Raises RuntimeError if versions or device types of the ranks differ, or if two have the same GPU by mistake.
 
     Tasks of one executor have the same GPU only if Spark's amount for a task is below 1. Two executors have it only if
@@ -160,14 +160,14 @@ def _minor(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
-def sharing(peers: Sequence[Peer]) -> list[tuple[Peer, Peer, str]]:
+def sharing(peers: Sequence[TaskRecord]) -> list[tuple[TaskRecord, TaskRecord, str]]:
     """Returns the pairs of peers on one GPU, the first one there and each further one, with the name of the GPU."""
-    used: dict[tuple[str, str], Peer] = {}
+    used: dict[tuple[str, str], TaskRecord] = {}
     pairs = [(used.setdefault(key, p), p, gpu) for p in peers for key, gpu in p.gpu_keys.items()]
     return [(a, b, gpu) for a, b, gpu in pairs if a is not b]
 
 
-def backend_of(peers: Sequence[Peer]) -> str:
+def backend_of(peers: Sequence[TaskRecord]) -> str:
     """Returns the backend for collective operations: NCCL, or Gloo where NCCL does not work.
 
     NCCL refuses two ranks on one GPU ("Duplicate GPU detected"), of which MIG instances can be parts
@@ -178,23 +178,23 @@ def backend_of(peers: Sequence[Peer]) -> str:
     return "nccl" if has_gpus and not sharing(peers) and len(slices) == len(set(slices)) else "gloo"
 
 
-def deal_ranks(peers: Sequence[Peer]) -> list[int]:
+def deal_ranks(peers: Sequence[TaskRecord]) -> list[int]:
     """Returns the partition of each rank. Ranks of one place are consecutive; places are ordered by first partition.
 
     Within a place ranks are in the order of their GPUs. So if they use all GPUs that they see, or the first ones, the
     GPU of a rank has the index `LOCAL_RANK`, as under torchrun.
     """
-    places: dict[tuple[str, str], list[Peer]] = {}
+    places: dict[tuple[str, str], list[TaskRecord]] = {}
     for p in sorted(peers, key=lambda p: p.partition):
         places.setdefault(p.place, []).append(p)
     return [p.partition for found in places.values() for p in sorted(found, key=lambda p: _gpu_index(p))]
 
 
-def _gpu_index(peer: Peer) -> int:
+def _gpu_index(peer: TaskRecord) -> int:
     return int(peer.device.partition(":")[2] or 0)
 
 
-def child_env(me: Peer, local: Sequence[Peer]) -> dict[str, str]:
+def child_env(me: TaskRecord, local: Sequence[TaskRecord]) -> dict[str, str]:
     """Returns CUDA_VISIBLE_DEVICES for a child process of a rank, which sees no GPU if the rank is on the CPU.
 
     In the child, the GPU of local rank n has the index n, as programs for torchrun expect. Ranks that share a GPU see

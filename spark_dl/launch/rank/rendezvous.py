@@ -36,7 +36,7 @@ from spark_dl.launch.failures.errors import OtherRankError
 from spark_dl.launch.rank import gpus
 from spark_dl.launch.rank.environment import place_env, restored_process, torchrun_env
 from spark_dl.launch.rank.peers import (
-    Peer,
+    TaskRecord,
     backend_of,
     check_peers,
     child_env,
@@ -47,7 +47,7 @@ from spark_dl.launch.rank.peers import (
 )
 from spark_dl.launch.rank.ports import closed_when_connected
 from spark_dl.launch.rank.sender import Reporter
-from spark_dl.launch.rank.store import RankStore, Server
+from spark_dl.launch.rank.store import RankStore, StoreServer
 from spark_dl.launch.rank.tasks import RankTasks, all_gather, choose
 from spark_dl.world import World, interface_of, local_address, no_driver
 
@@ -171,7 +171,7 @@ def _tasks(context: Any, report: Any, launch: Launch) -> RankTasks:
     return choose([info.address for info in context.getTaskInfos()], context.partitionId(), launch.num_ranks, ())
 
 
-def _say_shared(peers: Sequence[Peer], rank: int, ranks: Sequence[int]) -> None:
+def _say_shared(peers: Sequence[TaskRecord], rank: int, ranks: Sequence[int]) -> None:
     """Says once, on rank 0, which ranks share a GPU."""
     shared = [f"{ranks.index(a.partition)} and {ranks.index(b.partition)}" for a, b, _ in sharing(peers)]
     if shared and rank == 0:
@@ -236,7 +236,9 @@ def _meet_by_env(launch: Launch, report: Any) -> World:
     )
 
 
-def _exchange_by_store(store: dist.Store, me: Peer, world_size: int, timeout: datetime.timedelta) -> list[Peer]:
+def _exchange_by_store(
+    store: dist.Store, me: TaskRecord, world_size: int, timeout: datetime.timedelta
+) -> list[TaskRecord]:
     """Returns the peers of all ranks. Collective."""
     keys = [f"peer/{rank}" for rank in range(world_size)]
     store.set(keys[me.partition], me.to_json())
@@ -245,11 +247,11 @@ def _exchange_by_store(store: dist.Store, me: Peer, world_size: int, timeout: da
 
 
 def _open_store(
-    first: Peer, secret: bytes, launch: Launch, listener: socket.socket | None, cleanup: contextlib.ExitStack
+    first: TaskRecord, secret: bytes, launch: Launch, listener: socket.socket | None, cleanup: contextlib.ExitStack
 ) -> dist.Store:
     """Returns the store that the ranks of this run alone can use. It ends with `cleanup`."""
     if listener:
-        cleanup.callback(Server(listener, secret).close)
+        cleanup.callback(StoreServer(listener, secret).close)
     try:
         timeout = datetime.timedelta(seconds=launch.start_timeout_s)
         store = RankStore(Address(first.address, first.port, secret), timeout)
@@ -259,7 +261,7 @@ def _open_store(
     return store
 
 
-def _unreachable(first: Peer, launch: Launch, error: Exception) -> RuntimeError:
+def _unreachable(first: TaskRecord, launch: Launch, error: Exception) -> RuntimeError:
     if isinstance(error, EOFError):  # the port was open
         return OtherRankError(
             f"task 0 at {first.address}:{first.port} has closed the connection of a rank on {socket.gethostname()}; "
@@ -272,7 +274,7 @@ def _unreachable(first: Peer, launch: Launch, error: Exception) -> RuntimeError:
 
 
 def _open_tcp_store(
-    first: Peer, rank: int, world_size: int, launch: Launch, listener: socket.socket | None
+    first: TaskRecord, rank: int, world_size: int, launch: Launch, listener: socket.socket | None
 ) -> dist.Store:
     """Returns torch's own store.
 

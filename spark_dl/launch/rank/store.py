@@ -29,7 +29,7 @@ _alive: set[RankStore] = set()
 """torch keeps the C++ half of a store alone, which calls the methods of this one."""
 
 
-class Server:
+class StoreServer:
     """Serves the store on a bound socket, with a thread for each connection. In the process of one rank."""
 
     def __init__(self, listener: socket.socket, secret: bytes):
@@ -124,8 +124,9 @@ class Server:
 
 
 _METHODS: Mapping[str, Callable[..., Any]] = {
-    "set": Server._set, "append": Server._append, "wait": Server._wait, "get": Server._get, "add": Server._add,
-    "compare_set": Server._compare_set, "delete": Server._delete, "count": Server._count,
+    "set": StoreServer._set, "append": StoreServer._append, "wait": StoreServer._wait, "get": StoreServer._get,
+    "add": StoreServer._add, "compare_set": StoreServer._compare_set, "delete": StoreServer._delete,
+    "count": StoreServer._count,
 }  # fmt: skip
 
 
@@ -134,7 +135,7 @@ def _text(value: str | bytes) -> str:
 
 
 class RankStore(dist.Store):
-    """A client of `Server`, for torch and for spark_dl. Threads can use it at the same time.
+    """A client of `StoreServer`, for torch and for spark_dl. Threads can use it at the same time.
 
     torch calls the methods by these names, some of which are those of its C++ class.
     Raises dist.DistStoreError if keys are missing after the timeout, dist.DistNetworkError if the server has gone.

@@ -35,7 +35,7 @@ def all_reduce_s(num_ranks: int, num_bytes: float, network: Network) -> float:
     """Sums `num_bytes` on all ranks."""
     if num_ranks == 1 or num_bytes == 0:
         return 0.0
-    return cost(Exchange("ring", num_ranks, num_bytes), network).seconds
+    return cost(ExchangeSize("ring", num_ranks, num_bytes), network).seconds
 
 
 def all_gather_s(num_ranks: int, num_bytes: float, network: Network) -> float:
@@ -65,7 +65,7 @@ def send_s(num_bytes: float, network: Network) -> float:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExchangeSize:
     """One exchange of gradients: method, number of ranks, and bytes.
 
     Raises ValueError for an unknown method, and if all ranks are parameter servers.
@@ -112,34 +112,34 @@ class Work:
     """Bytes over the busiest host's link (including the Spark driver's), in its busier direction."""
 
 
-def work(exchange: Exchange) -> Work:
+def work(exchange: ExchangeSize) -> Work:
     """Returns the work of an exchange."""
     found = METHODS[exchange.method](exchange)
     buckets = max(1, math.ceil(exchange.gradient_bytes / exchange.bucket_bytes))
     return replace(found, calls=buckets * found.calls, messages=buckets * found.messages)
 
 
-def _naive(exchange: Exchange) -> Work:
+def _naive(exchange: ExchangeSize) -> Work:
     """Every rank sends its gradient to all others, and adds the received gradients."""
     others, size = exchange.num_ranks - 1, exchange.gradient_bytes
     return Work(1, others, others * size, others * size, others * size, others * size)
 
 
-def _reduce_broadcast(exchange: Exchange) -> Work:
+def _reduce_broadcast(exchange: ExchangeSize) -> Work:
     """A star: rank 0 receives the gradients of the others one by one, and sends them the sum."""
     others, size = exchange.num_ranks - 1, exchange.gradient_bytes
     sent = 2 * others * size / exchange.num_ranks
     return Work(1, 2 * others, 2 * others * size, others * size, sent, others * size)
 
 
-def _tree(exchange: Exchange) -> Work:
+def _tree(exchange: ExchangeSize) -> Work:
     """Binomial trees: reduce to rank 0, then broadcast. Thakur et al. 2005, sections 4.2 and 4.4; Chan et al. 2007."""
     rounds, size = math.ceil(math.log2(exchange.num_ranks)), exchange.gradient_bytes
     sent = 2 * (exchange.num_ranks - 1) * size / exchange.num_ranks
     return Work(1, 2 * rounds, 2 * rounds * size, rounds * size, sent, rounds * size)
 
 
-def _ring(exchange: Exchange) -> Work:
+def _ring(exchange: ExchangeSize) -> Work:
     """Reduce-scatter and all-gather around a ring: 2N(P-1)/P per rank, the least possible.
 
     Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
@@ -149,7 +149,7 @@ def _ring(exchange: Exchange) -> Work:
     return Work(1, 2 * others, 2 * part, part, 2 * part, 2 * part)
 
 
-def _halving_doubling(exchange: Exchange) -> Work:
+def _halving_doubling(exchange: ExchangeSize) -> Work:
     """Recursive halving, then recursive doubling; Thakur, Rabenseifner and Gropp 2005, "Optimization of collective
     communication operations in MPICH", section 4.5.
 
@@ -166,7 +166,7 @@ def _halving_doubling(exchange: Exchange) -> Work:
     return Work(1, 2 * rounds + 2, 2 * part + 2 * size, part + size, sent, 2 * part + size)
 
 
-def _parameter_server(exchange: Exchange) -> Work:
+def _parameter_server(exchange: ExchangeSize) -> Work:
     """Synchronous: every computing rank sends its gradient to the servers, and gets the weights when all have sent.
 
     With one server, 2N(P-1) bytes pass its link, half in each direction. Li et al. 2014, "Scaling distributed machine
@@ -179,7 +179,7 @@ def _parameter_server(exchange: Exchange) -> Work:
     return Work(1, messages, 2 * way, at_server, 2 * workers * size / exchange.num_ranks, way)
 
 
-def _tree_reduce(exchange: Exchange) -> Work:
+def _tree_reduce(exchange: ExchangeSize) -> Work:
     """Weights by Spark's broadcast, gradients by `RDD.treeReduce`, which ends at the driver.
 
     Each level of the tree is a shuffle, and so a stage. Python pickles a gradient whenever it leaves a process.
@@ -203,7 +203,7 @@ def _tree_reduce(exchange: Exchange) -> Work:
     )
 
 
-def _shuffle_reduce(exchange: Exchange) -> Work:
+def _shuffle_reduce(exchange: ExchangeSize) -> Work:
     """Weights by Spark's broadcast; gradients cut into P blocks, which a shuffle reduces and the driver collects."""
     ranks, size = exchange.num_ranks, exchange.gradient_bytes
     copies, part = driver_copies(ranks, size), (ranks - 1) / ranks
@@ -218,7 +218,7 @@ def _shuffle_reduce(exchange: Exchange) -> Work:
     )
 
 
-METHODS: dict[str, Callable[[Exchange], Work]] = {
+METHODS: dict[str, Callable[[ExchangeSize], Work]] = {
     "naive": _naive,
     "reduce_broadcast": _reduce_broadcast,
     "tree": _tree,
@@ -277,7 +277,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Cost:
+class ExchangeCost:
     """Of one exchange."""
 
     seconds: float
@@ -291,11 +291,11 @@ class Cost:
 class Point:
     """A measured exchange."""
 
-    exchange: Exchange
+    exchange: ExchangeSize
     seconds: float
 
 
-def cost(exchange: Exchange, network: Network) -> Cost:
+def cost(exchange: ExchangeSize, network: Network) -> ExchangeCost:
     """Time and traffic of an exchange."""
     done = work(exchange)
     seconds = (
@@ -304,7 +304,7 @@ def cost(exchange: Exchange, network: Network) -> Cost:
         + done.link_bytes / network.bytes_per_s
         + network.gamma_s_per_byte * done.touched_bytes
     )
-    return Cost(seconds, done.bytes_per_rank, done.busiest_link_bytes)
+    return ExchangeCost(seconds, done.bytes_per_rank, done.busiest_link_bytes)
 
 
 def fit(points: Sequence[Point]) -> Network:
@@ -330,7 +330,7 @@ def fit(points: Sequence[Point]) -> Network:
     return Network(alpha_s, 1 / s_per_byte if s_per_byte else math.inf, gamma, overhead_s)
 
 
-def _counts(exchange: Exchange) -> tuple[float, float, float, float]:
+def _counts(exchange: ExchangeSize) -> tuple[float, float, float, float]:
     done = work(exchange)
     return done.calls, done.messages, done.link_bytes, done.touched_bytes
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from spark_dl.config.checks import suggestion
 from spark_dl.parallel.exchange.rounds import (
-    Message,
-    Piece,
     Round,
+    RoundMessage,
+    RoundPiece,
     cut_rounds,
     halving_doubling_rounds,
     reduce_broadcast_rounds,
@@ -137,7 +137,7 @@ def _sum_by_rounds(
 class _Exchange:
     """State of one all-reduce on this rank: its posted receives and sends."""
 
-    def __init__(self, flat: Tensor, group: dist.ProcessGroup, pieces: Sequence[Piece], ahead: int):
+    def __init__(self, flat: Tensor, group: dist.ProcessGroup, pieces: Sequence[RoundPiece], ahead: int):
         self._flat, self._group, self._ahead = flat, group, ahead
         self._receives = [(p.receive, p.adds) for p in pieces if p.receive]
         self._posted: deque[tuple[_Transfer, Tensor, Tensor | None]] = deque()
@@ -147,7 +147,7 @@ class _Exchange:
         """Unused buffers, each with the length of the longest received piece that is added."""
         self._scratch_length = max((m.stop - m.start for m, adds in self._receives if adds), default=0)
 
-    def run(self, pieces: Sequence[Piece]) -> None:
+    def run(self, pieces: Sequence[RoundPiece]) -> None:
         for piece in pieces:
             self._finish(piece.after)
             # Two receives per piece, so that the first send does not wait until all receives are posted.
@@ -155,7 +155,7 @@ class _Exchange:
         self._finish(len(self._receives))
         self._wait_sent()
 
-    def run_in_step(self, pieces: Sequence[Piece]) -> None:
+    def run_in_step(self, pieces: Sequence[RoundPiece]) -> None:
         for piece in pieces:
             while self._num_done < piece.after or len(self._posted) >= self._ahead:
                 self._finish_one()
@@ -179,7 +179,7 @@ class _Exchange:
             self._scratch.append(scratch)
         self._num_done += 1
 
-    def _post(self, num_receives: int, send: Message | None = None) -> None:
+    def _post(self, num_receives: int, send: RoundMessage | None = None) -> None:
         """Posts receives up to a total of `num_receives`, and a send.
 
         Elements to replace are received in place, even ahead of time. The peer computes them from the elements that

@@ -12,7 +12,7 @@ from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 
-class Message(NamedTuple):
+class RoundMessage(NamedTuple):
     """Elements `start` to `stop` (exclusive) of the flat tensor, to or from another rank."""
 
     peer: int
@@ -23,16 +23,16 @@ class Message(NamedTuple):
 class Round(NamedTuple):
     """One rank's part of a round. If `adds`, received elements are added to the rank's; otherwise they replace them."""
 
-    send: Message | None = None
-    receive: Message | None = None
+    send: RoundMessage | None = None
+    receive: RoundMessage | None = None
     adds: bool = False
 
 
-class Piece(NamedTuple):
+class RoundPiece(NamedTuple):
     """A part of a round, small enough that sending, receiving and adding overlap."""
 
-    send: Message | None
-    receive: Message | None
+    send: RoundMessage | None
+    receive: RoundMessage | None
     adds: bool
     after: int
     """Number of the rank's receives that must be done before this piece is sent."""
@@ -44,9 +44,9 @@ def reduce_broadcast_rounds(rank: int, world_size: int, length: int) -> list[Rou
     Rank 0 receives length * (world_size - 1) elements, and sends as many.
     """
     if rank > 0:
-        whole = Message(0, 0, length)
+        whole = RoundMessage(0, 0, length)
         return [Round(send=whole), Round(receive=whole)]
-    others = [Message(peer, 0, length) for peer in range(1, world_size)]
+    others = [RoundMessage(peer, 0, length) for peer in range(1, world_size)]
     return [Round(receive=m, adds=True) for m in others] + [Round(send=m) for m in others]
 
 
@@ -60,12 +60,12 @@ def tree_rounds(rank: int, world_size: int, length: int) -> list[Round]:
     distance = 1
     while distance < world_size:
         if rank & distance:
-            parent = Message(rank - distance, 0, length)
+            parent = RoundMessage(rank - distance, 0, length)
             up.append(Round(send=parent))
             down.append(Round(receive=parent))
             break
         if rank + distance < world_size:
-            child = Message(rank + distance, 0, length)
+            child = RoundMessage(rank + distance, 0, length)
             up.append(Round(receive=child, adds=True))
             down.append(Round(send=child))
         distance *= 2
@@ -87,8 +87,8 @@ def ring_rounds(rank: int, world_size: int, length: int) -> list[Round]:
         out, into = (rank - i) % world_size, (rank - i - 1) % world_size
         rounds.append(
             Round(
-                send=Message(right, cuts[out], cuts[out + 1]),
-                receive=Message(left, cuts[into], cuts[into + 1]),
+                send=RoundMessage(right, cuts[out], cuts[out + 1]),
+                receive=RoundMessage(left, cuts[into], cuts[into + 1]),
                 adds=i < world_size - 1,
             )
         )
@@ -109,7 +109,7 @@ def halving_doubling_rounds(rank: int, world_size: int, length: int) -> list[Rou
     num_pairs = world_size - power
     is_paired = rank < 2 * num_pairs
     if is_paired and rank % 2 == 0:
-        whole = Message(rank + 1, 0, length)
+        whole = RoundMessage(rank + 1, 0, length)
         return [Round(send=whole), Round(receive=whole)]
     number = rank // 2 if is_paired else rank - num_pairs  # among the ranks that take part
     halving, doubling = [], []
@@ -118,19 +118,19 @@ def halving_doubling_rounds(rank: int, world_size: int, length: int) -> list[Rou
         partner = number ^ distance
         peer = 2 * partner + 1 if partner < num_pairs else partner + num_pairs
         middle = (start + stop) // 2
-        lower, upper = Message(peer, start, middle), Message(peer, middle, stop)
+        lower, upper = RoundMessage(peer, start, middle), RoundMessage(peer, middle, stop)
         keep, give = (upper, lower) if number & distance else (lower, upper)
         halving.append(Round(send=give, receive=keep, adds=True))
         doubling.append(Round(send=keep, receive=give))
         start, stop, distance = keep.start, keep.stop, distance // 2
     rounds = halving + doubling[::-1]
     if is_paired:
-        whole = Message(rank - 1, 0, length)
+        whole = RoundMessage(rank - 1, 0, length)
         return [Round(receive=whole, adds=True), *rounds, Round(send=whole)]
     return rounds
 
 
-def cut_rounds(rounds: Sequence[Round], piece_length: int, *, pipelined: bool = False) -> list[Piece]:
+def cut_rounds(rounds: Sequence[Round], piece_length: int, *, pipelined: bool = False) -> list[RoundPiece]:
     """Cuts rounds into near-equal pieces of at most `piece_length` elements. The pieces of a message are in order.
 
     A piece is sent when all receives of earlier rounds are done. With `pipelined`, it is sent as soon as its elements
@@ -142,12 +142,12 @@ def cut_rounds(rounds: Sequence[Round], piece_length: int, *, pipelined: bool = 
         sends, receives = _cut(round_.send, piece_length), _cut(round_.receive, piece_length)
         for j, (send, receive) in enumerate(zip_longest(sends, receives)):
             after = earlier + j + 1 if pipelined and i and send else done
-            pieces.append(Piece(send, receive, round_.adds, after))
+            pieces.append(RoundPiece(send, receive, round_.adds, after))
         earlier, done = done, done + len(receives)
     return pieces
 
 
-def _cut(message: Message | None, piece_length: int) -> list[Message]:
+def _cut(message: RoundMessage | None, piece_length: int) -> list[RoundMessage]:
     """Cuts a message by its length alone, so that sender and receiver get the same pieces."""
     if message is None:
         return []
@@ -155,7 +155,7 @@ def _cut(message: Message | None, piece_length: int) -> list[Message]:
     length = stop - start
     num = -(-length // piece_length)
     cuts = [start + i * length // num for i in range(num + 1)] if num else []
-    return [Message(peer, a, b) for a, b in pairwise(cuts)]
+    return [RoundMessage(peer, a, b) for a, b in pairwise(cuts)]
 
 
 def elements_sent(rounds: Sequence[Round]) -> int:

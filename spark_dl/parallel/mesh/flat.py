@@ -35,7 +35,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 @dataclass
-class Bucket:
+class ShardedBucket:
     """Parameters of one dtype and one optimizer group, which the same ranks have, and whose gradients are exchanged
     together."""
 
@@ -100,12 +100,12 @@ class FlatGradients:
         """Ids of the parameters whose gradient this backward pass has completed."""
         self._used: set[int] = set()
         """Ids of the parameters with a gradient on this rank in this step."""
-        self._unused: list[tuple[Bucket, nn.Parameter, int, int]] = []
+        self._unused: list[tuple[ShardedBucket, nn.Parameter, int, int]] = []
         """Parameters without a gradient on all ranks in this step, with their ranges in their buckets."""
         self.buckets = _deal(model, optimizer, groups, bucket_bytes, kinds or {}, experts)
         self._is_exchanging = True
         self._launched = self._to_launch = 0
-        self._pending: list[tuple[Bucket, Callable[[], Tensor]]] = []
+        self._pending: list[tuple[ShardedBucket, Callable[[], Tensor]]] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         if stage:
             for bucket in self.buckets:
@@ -188,7 +188,7 @@ class FlatGradients:
                 raise ValueError(unused_message(missing))
             return
         self._unused = []
-        by_holders: dict[int, list[Bucket]] = {}
+        by_holders: dict[int, list[ShardedBucket]] = {}
         for bucket in self.buckets:
             by_holders.setdefault(id(bucket.holders.everyone), []).append(bucket)
         for buckets in by_holders.values():
@@ -237,7 +237,7 @@ class FlatGradients:
         for handle in self._handles:
             handle.remove()
 
-    def _note(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
+    def _note(self, bucket: ShardedBucket, index: int) -> Callable[[Tensor], None]:
         def note(parameter: Tensor) -> None:
             if id(parameter) in self._fired and self._is_exchanging and self._finds_unused is not None:
                 raise ValueError(
@@ -255,7 +255,7 @@ class FlatGradients:
         return note
 
     @property
-    def _next(self) -> Bucket:
+    def _next(self) -> ShardedBucket:
         return self.buckets[self._launched % len(self.buckets)]
 
     def _launch_next(self) -> None:
@@ -265,7 +265,7 @@ class FlatGradients:
         self._launched += 1
         self._launch(bucket)
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _launch(self, bucket: ShardedBucket) -> None:
         holders, flat = bucket.holders, bucket.gradients
         if self._stage and len(self._pending) > 1:  # each needs a buffer of a bucket's size, or two with stage 2
             self._end_first()
@@ -300,20 +300,20 @@ class FlatGradients:
 def _deal(
     model: nn.Module, optimizer: torch.optim.Optimizer, groups: Groups, most_bytes: int,
     kinds: Mapping[str, Hashable], experts: Collection[str],
-) -> list[Bucket]:  # fmt: skip
+) -> list[ShardedBucket]:  # fmt: skip
     """Deals the parameters of an optimizer to buckets, those of the last layers first, as their gradients are."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = {key: i for i, key in enumerate(names)}
-    found: list[Bucket] = []
+    found: list[ShardedBucket] = []
     for index, group in enumerate(optimizer.param_groups):
-        open_buckets: dict[Hashable, tuple[Bucket, int]] = {}
+        open_buckets: dict[Hashable, tuple[ShardedBucket, int]] = {}
         trained = [p for p in group["params"] if p.requires_grad]
         for parameter in sorted(trained, key=lambda p: -order[id(p)]):
             size, name = local(parameter).numel(), names[id(parameter)]
             kind = (parameter.dtype, kinds.get(name), name in experts)
             bucket, used = open_buckets.get(kind, (None, 0))
             if bucket is None or (used + size) * parameter.element_size() > most_bytes:
-                bucket, used = Bucket([], [], index, groups.holders(of_experts=name in experts)), 0
+                bucket, used = ShardedBucket([], [], index, groups.holders(of_experts=name in experts)), 0
                 found.append(bucket)
             shards = bucket.holders.num_shards
             bucket.names.append(name)
@@ -323,7 +323,7 @@ def _deal(
     return sorted(found, key=lambda bucket: -order[id(bucket.parameters[0])])
 
 
-def _flatten(bucket: Bucket) -> None:
+def _flatten(bucket: ShardedBucket) -> None:
     """Moves the parameters of a bucket into one flat buffer, and makes this rank's part of it a parameter."""
     bucket.weights = local(bucket.parameters[0]).new_zeros(bucket.length)
     for _, parameter, start, end in bucket.ranges():
@@ -339,7 +339,7 @@ def _flatten(bucket: Bucket) -> None:
     bucket.shard = nn.Parameter(bucket.weights[index * length : (index + 1) * length])
 
 
-def shard_optimizer(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+def shard_optimizer(optimizer: torch.optim.Optimizer, buckets: Sequence[ShardedBucket]) -> None:
     """Makes an optimizer train the shards of buckets in place of their parameters.
 
     State that exists before the first step, such as Adagrad's sums, is cut as the parameters are.

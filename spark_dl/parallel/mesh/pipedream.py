@@ -22,7 +22,7 @@ from spark_dl.parallel.loss import Count
 from spark_dl.parallel.mesh.layers import Layer
 from spark_dl.parallel.mesh.pipeline import check_pipeline
 from spark_dl.parallel.mesh.stage import Boundary, enter
-from spark_dl.parallel.mesh.trial import Stages, meta_like
+from spark_dl.parallel.mesh.trial import RankStages, meta_like
 from spark_dl.spec import Batch, ModelSpec, Output
 
 if TYPE_CHECKING:
@@ -74,7 +74,9 @@ class PipeDream:
                 f"parallel.schedule: 'pipedream' needs the backend gloo, found {dist.get_backend(group)!r}, where "
                 "messages in both directions wait for each other; use '1f1b', or launch.device cpu"
             )
-        self._stages = Stages(spec, model, chain, cut, config, group=group, device=device, rank_of=lambda stage: stage)
+        self._stages = RankStages(
+            spec, model, chain, cut, config, group=group, device=device, rank_of=lambda stage: stage
+        )
         if self._stages.tied:
             raise ValueError(
                 f"parallel.schedule: 'pipedream' does not support parameters that several stages share, found "
@@ -295,7 +297,7 @@ class _Inbox:
     expected: number of messages that will surely come. Nothing is posted for others, as the neighbour may leave.
     """
 
-    def __init__(self, stages: Stages, boundary: Boundary, rank: int, tag: int, *, gradients: bool = False):
+    def __init__(self, stages: RankStages, boundary: Boundary, rank: int, tag: int, *, gradients: bool = False):
         self.boundary = boundary
         self._stages, self._rank, self._tag, self._gradients = stages, rank, tag, gradients
         self._expected = 0

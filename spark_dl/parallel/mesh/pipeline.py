@@ -17,7 +17,7 @@ from spark_dl.parallel.loss import Count, unused_message
 from spark_dl.parallel.mesh.layers import Layer, Tied
 from spark_dl.parallel.mesh.settings import SEVERAL_STAGES, SPLIT, Schedule
 from spark_dl.parallel.mesh.stage import Boundary, Stage, enter
-from spark_dl.parallel.mesh.trial import Stages
+from spark_dl.parallel.mesh.trial import RankStages
 from spark_dl.spec import Batch, ModelSpec, Output
 
 if TYPE_CHECKING:
@@ -65,7 +65,9 @@ class Pipeline:
         check_pipeline(spec, num_ranks)
         assert len(cut) == num_ranks * stages_per_rank
         ranks = ranks_of_stages(len(cut), num_ranks, schedule)
-        self._stages = Stages(spec, model, chain, cut, config, group=group, device=device, rank_of=ranks.__getitem__)
+        self._stages = RankStages(
+            spec, model, chain, cut, config, group=group, device=device, rank_of=ranks.__getitem__
+        )
         self._schedule = schedule
         self._micro_batches = config.train.accumulation_steps
         self._step: Callable[[int], None] | None = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from spark_dl.parallel.mesh.flat import Bucket, local
+from spark_dl.parallel.mesh.flat import ShardedBucket, local
 from spark_dl.parallel.mesh.groups import Groups
 from spark_dl.parallel.pieces import Layout, whole
 
@@ -56,7 +56,7 @@ class MeshState:
         optimizer: torch.optim.Optimizer,
         groups: Groups,
         *,
-        buckets: Sequence[Bucket] = (),
+        buckets: Sequence[ShardedBucket] = (),
         cut: Mapping[str, Layout] | None = None,
         experts: Mapping[str, Layout] | None = None,
     ):
@@ -155,7 +155,7 @@ class MeshState:
                     axes[axis] = 0
         return not any(axes.values())
 
-    def _slices_of(self, bucket: Bucket) -> Iterator[_Slice]:
+    def _slices_of(self, bucket: ShardedBucket) -> Iterator[_Slice]:
         low, high = bucket.shard_range()
         for name, parameter, start, stop in bucket.ranges():
             first, last = max(start, low), min(stop, high)

@@ -262,7 +262,7 @@ def _in_evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-class Stages:
+class RankStages:
     """The stages of one rank. Its pipeline has the ranks of `group`, in their order.
 
     Raises ValueError, on all ranks, for stages of several ranks that share buffers, and for a rank that has no

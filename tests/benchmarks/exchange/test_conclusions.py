@@ -8,7 +8,7 @@ from benchmarks.exchange import report
 from benchmarks.exchange.answers import answers
 from benchmarks.exchange.conclusions import conclude, with_efficiency
 from benchmarks.exchange.log import Log
-from spark_dl.parallel.cost.cost import Exchange, Network, cost
+from spark_dl.parallel.cost.cost import ExchangeSize, Network, cost
 
 RING = Network(alpha_s=2e-4, bytes_per_s=24e6, overhead_s=1e-3)
 TREE = Network(alpha_s=1e-3, bytes_per_s=22e6, gamma_s_per_byte=4e-9, overhead_s=0.08)
@@ -16,7 +16,7 @@ TREE = Network(alpha_s=1e-3, bytes_per_s=22e6, gamma_s_per_byte=4e-9, overhead_s
 
 def row(method, hosts, mib, factor=1.0):
     name, network = ("ring", RING) if method == "ddp" else (method, TREE)
-    seconds = factor * cost(Exchange(name, hosts, mib * 2**20), network).seconds
+    seconds = factor * cost(ExchangeSize(name, hosts, mib * 2**20), network).seconds
     return {"method": method, "hosts": hosts, "mib": mib, "seconds": seconds}
 
 

@@ -7,7 +7,7 @@ from torchmetrics import MeanMetric
 
 from spark_dl import ModelSpec, Train
 from spark_dl.training import row_metrics
-from spark_dl.training.state import Progress
+from spark_dl.training.state import TrainingProgress
 from tests.builders.lightning_modules import Classifier
 
 SIZES = (4, 1, 3)
@@ -112,4 +112,4 @@ def test_without_a_validation_step_the_loss_is_that_of_training():
 def test_early_stopping_at_a_name_that_was_not_logged_is_an_error_that_names_those_that_were():
     train, values = Train(early_stop_metric="val_loss"), values_of(log())
     with pytest.raises(ValueError, match=r"train\.early_stop_metric: expected one of \['a'\].*found 'val_loss'"):
-        row_metrics.decide(Progress(), train, values, torch.device("cpu"))
+        row_metrics.decide(TrainingProgress(), train, values, torch.device("cpu"))

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from spark_dl.parallel.mesh.planner.records import Layer, Seconds
+from spark_dl.parallel.mesh.planner.records import LayerProfile, Seconds
 from spark_dl.planning.plan import read_profile
 
 LAYER = {
@@ -19,9 +19,9 @@ def test_a_profile_is_the_same_as_a_file_and_as_its_content(tmp_path):
     times = Seconds(0.0, 0.25), Seconds(1, 0.5)
     assert name == "gpt"
     assert layers == (
-        Layer("embed", *times, 400, 16, 24.5, ("colwise",)),
-        Layer("block.0", *times, 400, 16, 24.5, ("block",)),
-        Layer("block.1", *times, 400, 16, 24.5, ("block",)),
+        LayerProfile("embed", *times, 400, 16, 24.5, ("colwise",)),
+        LayerProfile("block.0", *times, 400, 16, 24.5, ("block",)),
+        LayerProfile("block.1", *times, 400, 16, 24.5, ("block",)),
     )
     assert read_profile(content) == (name, layers)
     path.write_text(json.dumps({"layers": [LAYER]}))

@@ -12,7 +12,7 @@ from spark_dl.training.finite import (
     GRADIENT,
     LOSS,
     WEIGHT,
-    Finding,
+    NonFinite,
     NotFiniteTrainingError,
     StateCheck,
     StepCheck,
@@ -20,7 +20,7 @@ from spark_dl.training.finite import (
     is_finite,
 )
 from spark_dl.training.row_metrics import build_metric
-from spark_dl.training.state import Progress
+from spark_dl.training.state import TrainingProgress
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
@@ -74,7 +74,7 @@ def test_the_first_bad_step_is_kept(factor, bad_step, waits):
     for number in range(1, 5):
         step(model, check, number, factor if number >= bad_step else 1.0)
         assert math.isnan(check.mark(torch.tensor(1.0))) == (number >= bad_step)
-        expected = Finding(bad_step, GRADIENT, 7, "wide") if number >= bad_step else None
+        expected = NonFinite(bad_step, GRADIENT, 7, "wide") if number >= bad_step else None
         assert check.finding(7) == expected
     check.close()
     model(torch.tensor([0])).backward()  # no hook is left that would write into the check
@@ -87,16 +87,16 @@ def test_a_weight_is_found_after_the_step_and_a_loss_comes_first(waits):
     check = StepCheck(model, CPU, gradients=True)
     check._waits = waits
     step(model, check, 1, then=lambda: model.wide.data.fill_(math.inf))
-    assert check.finding(0) == Finding(1, WEIGHT, 0, "wide")
+    assert check.finding(0) == NonFinite(1, WEIGHT, 0, "wide")
     step(model, check, 2)
-    assert check.finding(0) == Finding(1, WEIGHT, 0, "wide")
-    assert min(Finding(2, LOSS, 0), Finding(1, WEIGHT, 1, "a"), Finding(1, GRADIENT, 2, "b")).rank == 2
+    assert check.finding(0) == NonFinite(1, WEIGHT, 0, "wide")
+    assert min(NonFinite(2, LOSS, 0), NonFinite(1, WEIGHT, 1, "a"), NonFinite(1, GRADIENT, 2, "b")).rank == 2
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["values_at_once", "values_later"])
 @pytest.mark.parametrize(("loss", "factor", "expected"), [
-    (1.0, 1.0, None), (1.0, math.nan, Finding(3, GRADIENT, 2, "wide")), (math.inf, 1.0, Finding(3, LOSS, 2)),
-    (math.nan, math.nan, Finding(3, LOSS, 2)),
+    (1.0, 1.0, None), (1.0, math.nan, NonFinite(3, GRADIENT, 2, "wide")), (math.inf, 1.0, NonFinite(3, LOSS, 2)),
+    (math.nan, math.nan, NonFinite(3, LOSS, 2)),
 ])  # fmt: skip
 def test_F22_a_bad_step_is_known_before_its_update_and_can_be_forgotten(waits, loss, factor, expected):
     model = Two()
@@ -141,7 +141,7 @@ def test_the_state_of_an_optimizer_may_not_overflow():
 
 def decide(values, **train):
     settings = Train(early_stop_metric="loss", early_stop_patience=2, **train)
-    progress = Progress()
+    progress = TrainingProgress()
     for value in values:
         row_metrics.decide(progress, settings, {"loss": value}, CPU)
     return progress
@@ -157,7 +157,7 @@ def test_nan_counts_as_no_gain(mode):
 
 
 def test_nan_that_an_older_version_took_for_the_best_is_forgotten():
-    progress = Progress(best=math.nan, epochs_without_gain=1)
+    progress = TrainingProgress(best=math.nan, epochs_without_gain=1)
     train = Train(early_stop_metric="loss", early_stop_mode="min", early_stop_patience=2)
     row_metrics.decide(progress, train, {"loss": 5.0}, CPU)
     assert (progress.best, progress.stopped_early) == (5.0, False)

@@ -6,7 +6,7 @@ import pytest
 
 from spark_dl import Checkpoint
 from spark_dl.prepare import prepare_run
-from spark_dl.training.finite import GRADIENT, Finding, NotFiniteError, explain
+from spark_dl.training.finite import GRADIENT, NonFinite, NotFiniteError, explain
 from tests.builders.datasets import write_dataset
 from tests.builders.models import DROPOUT_MLP, blobs, small_config
 
@@ -29,7 +29,7 @@ def test_F22_a_rollback_that_has_no_checkpoint_for_long_is_said_at_the_start(tmp
 
 
 def test_F22_an_error_that_says_that_there_is_no_checkpoint_does_not_speak_of_one():
-    finding = Finding(3, GRADIENT, 1, "fc.weight")
+    finding = NonFinite(3, GRADIENT, 1, "fc.weight")
     text = explain(NotFiniteError(finding, "There is none. ", names_checkpoint=True), 0, 0, None)
     assert "; the loss was finite. There is none. Try a lower train.lr" in text
     assert "saved" not in text

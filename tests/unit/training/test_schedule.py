@@ -10,13 +10,13 @@ from torch.optim import lr_scheduler
 from spark_dl import Config, Launch, ParameterServer, Train
 from spark_dl.parallel.trainable import build_optimizer, lr_factor
 from spark_dl.rundir.checkpoint_files import plain_state
-from spark_dl.training.optimizer_settings import OptimizerSettings, Schedule
+from spark_dl.training.optimizer_settings import OptimizerSettings, RateSchedule
 
 
 def build(lr=0.1, groups=1, **train):
     parameters = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": lr * (i + 1)} for i in range(groups)]
     optimizer = torch.optim.SGD(parameters, lr=lr, momentum=0.9)
-    return optimizer, Schedule(optimizer, Config(train=Train(**train)))
+    return optimizer, RateSchedule(optimizer, Config(train=Train(**train)))
 
 
 def rates(optimizer, schedule, steps, first=0):

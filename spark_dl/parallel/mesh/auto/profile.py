@@ -10,7 +10,7 @@ from torch import nn
 
 from spark_dl.parallel.mesh import layers, trial
 from spark_dl.parallel.mesh.build import units_of
-from spark_dl.parallel.mesh.planner.records import BLOCK, Layer, Seconds
+from spark_dl.parallel.mesh.planner.records import BLOCK, LayerProfile, Seconds
 from spark_dl.parallel.mesh.tensor.words import ROWS, cuts
 from spark_dl.parallel.mesh.trial import LayerPass
 from spark_dl.parallel.trainable import build_optimizer
@@ -26,7 +26,7 @@ MOST_ROWS = 16
 def measure_profile(
     spec: ModelSpec, model: nn.Module, chain: Sequence[layers.Layer], plan: Mapping[str, str], batch: Batch,
     config: Config,
-) -> tuple[Layer, ...]:  # fmt: skip
+) -> tuple[LayerProfile, ...]:  # fmt: skip
     """Returns the layers of a model as the planner knows them. Layers that one stage must have are one of them.
 
     Seconds are fitted to batches of two sizes, on the device of the model. The loss and the optimizer are not measured.
@@ -53,7 +53,7 @@ def measure_profile(
 def _layer(
     model: nn.Module, unit: Sequence[layers.Layer], plan: Mapping[str, str], measured: Sequence[Sequence[LayerPass]],
     sizes: Sequence[int],
-) -> Layer:  # fmt: skip
+) -> LayerProfile:  # fmt: skip
     """Returns layers that are always in one stage as one layer. # measured: for each size, the passes of each layer"""
     of_unit = tuple(f"{layer.name}." for layer in unit)
     words = {name: word for name, word in plan.items() if f"{name}.".startswith(of_unit)}
@@ -67,7 +67,7 @@ def _layer(
         if (parameter := dict(model.get_submodule(name).named_parameters()).get(own)) is not None
     }
     largest = measured[-1]
-    return Layer(
+    return LayerProfile(
         name=unit[0].name if len(unit) == 1 else f"{unit[0].name} to {unit[-1].name}",
         forward=fit_line(sizes, [sum(each.forward_s for each in passes) for passes in measured]),
         backward=fit_line(sizes, [sum(each.backward_s for each in passes) for passes in measured]),

@@ -41,7 +41,7 @@ class Seconds:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerProfile:
     """One layer of a chain, measured on one device."""
 
     name: str
@@ -111,7 +111,7 @@ two moments of four."""
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUse:
     """Bytes that a rank holds at the peak of a step."""
 
     weights: float
@@ -126,7 +126,7 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.gathered
 
 
-def held(num_parameters: float, states: States, zero_stage: int, num_shards: int) -> Memory:
+def held(num_parameters: float, states: States, zero_stage: int, num_shards: int) -> MemoryUse:
     """Returns weights, gradients and optimizer's state of a rank.
 
     Args:
@@ -137,7 +137,7 @@ def held(num_parameters: float, states: States, zero_stage: int, num_shards: int
         num_parameters * each / (num_shards if zero_stage >= first else 1)
         for each, first in ((states.weights, 3), (states.gradients, 2), (states.optimizer, 1))
     )
-    return Memory(weights, gradients, optimizer)
+    return MemoryUse(weights, gradients, optimizer)
 
 
 def micro_batches_kept(schedule: str, micro_batches: int, stages_left: int) -> int:

@@ -16,8 +16,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from spark_dl.parallel.mesh.dims import Dims
-from spark_dl.parallel.mesh.planner.records import GPIPE, ONE_F_ONE_B, ZERO_STAGES, Cluster, Layer, Memory, States
-from spark_dl.parallel.mesh.planner.stages import Choice, Segments, StageCost, Stages, best_cuts, step_s
+from spark_dl.parallel.mesh.planner.records import (
+    GPIPE,
+    ONE_F_ONE_B,
+    ZERO_STAGES,
+    Cluster,
+    LayerProfile,
+    MemoryUse,
+    States,
+)
+from spark_dl.parallel.mesh.planner.stages import PlanChoice, Segments, StageCost, StageCosts, best_cuts, step_s
 
 FORWARD, BACKWARD, SYNC = "forward", "backward", "sync"
 WEIGHTS = "weights"
@@ -117,13 +125,13 @@ class Problem:
     Raises ValueError for no layers, and for sizes that no mesh has.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerProfile, ...]
     cluster: Cluster
     states: States
     global_batch_size: int
     zero_stages: tuple[int, ...] = ZERO_STAGES
     schedules: tuple[str, ...] = (ONE_F_ONE_B, GPIPE)
-    allows: Callable[[Choice], bool] = lambda choice: True
+    allows: Callable[[PlanChoice], bool] = lambda choice: True
     """Which choices the model, the data and the settings of a run allow."""
 
     def __post_init__(self) -> None:
@@ -138,7 +146,7 @@ class Problem:
             raise ValueError(f"global_batch_size: expected at least 1, found {self.global_batch_size}")
 
 
-def choices(problem: Problem) -> Iterator[Choice]:
+def choices(problem: Problem) -> Iterator[PlanChoice]:
     """Returns all choices but those of the cuts, simple ones first.
 
     Tensor ranks are on one host. There are as many stages as layers at most. 1F1B needs a micro-batch for each stage.
@@ -147,7 +155,7 @@ def choices(problem: Problem) -> Iterator[Choice]:
     return filter(problem.allows, _choices(problem))
 
 
-def _choices(problem: Problem) -> Iterator[Choice]:
+def _choices(problem: Problem) -> Iterator[PlanChoice]:
     for dims in meshes(problem.cluster, problem.layers):
         if problem.global_batch_size % dims.data:
             continue
@@ -158,10 +166,10 @@ def _choices(problem: Problem) -> Iterator[Choice]:
             for schedule in problem.schedules if dims.pipeline > 1 else problem.schedules[:1]:
                 for micro_batches in _divisors(of_rank):
                     if schedule == GPIPE or dims.pipeline == 1 or micro_batches >= dims.pipeline:
-                        yield Choice(dims, zero_stage, schedule, micro_batches, of_rank // micro_batches)
+                        yield PlanChoice(dims, zero_stage, schedule, micro_batches, of_rank // micro_batches)
 
 
-def meshes(cluster: Cluster, layers: Sequence[Layer]) -> Iterator[Dims]:
+def meshes(cluster: Cluster, layers: Sequence[LayerProfile]) -> Iterator[Dims]:
     """Returns the meshes of the ranks. There are several tensor ranks only if a layer can be cut over them."""
     can_cut = any(layer.tensor for layer in layers)
     for tensor in _divisors(cluster.ranks_per_host) if can_cut else [1]:
@@ -178,9 +186,9 @@ def _divisors(number: int) -> list[int]:
 class Least:
     """A plan, and the memory of its fullest rank."""
 
-    choice: Choice
+    choice: PlanChoice
     starts: tuple[int, ...]
-    memory: Memory
+    memory: MemoryUse
 
 
 def least_memory(problem: Problem) -> Least | None:
@@ -191,17 +199,17 @@ def least_memory(problem: Problem) -> Least | None:
     segments = Segments(problem.layers, problem.cluster.within)
     best: Least | None = None
     for choice in choices(problem):
-        stages = Stages(problem.layers, problem.cluster, problem.states, choice, segments)
+        stages = StageCosts(problem.layers, problem.cluster, problem.states, choice, segments)
         found = _least(stages, choice, len(problem.layers))
         if best is None or found.memory.total < best.memory.total:
             best = found
     return best
 
 
-def _least(stages: Stages, choice: Choice, num_layers: int) -> Least:
+def _least(stages: StageCosts, choice: PlanChoice, num_layers: int) -> Least:
     """Returns the best cuts of a choice: for each suffix of the layers, those whose fullest stage holds least."""
     pipeline = choice.dims.pipeline
-    suffixes = {num_layers: Least(choice, (), Memory(0, 0, 0))}
+    suffixes = {num_layers: Least(choice, (), MemoryUse(0, 0, 0))}
     for stage in reversed(range(pipeline)):
         reached: dict[int, Least] = {}
         for start in range(stage, num_layers - (pipeline - 1 - stage)) if stage else range(1):
@@ -240,10 +248,10 @@ def why_none_fits(problem: Problem) -> str:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MeshPlan:
     """How a model is laid out on the ranks, with its predicted cost."""
 
-    choice: Choice
+    choice: PlanChoice
     starts: tuple[int, ...]
     """First layer of each stage."""
     stages: tuple[StageCost, ...]
@@ -277,14 +285,14 @@ class Plan:
         return max(stage.memory.total for stage in self.stages)
 
 
-def search(problem: Problem) -> list[Plan]:
+def search(problem: Problem) -> list[MeshPlan]:
     """Returns the best plan of each mesh that fits into memory, the shortest step first.
 
     If plans have equal times, the one with a lower ZeRO stage, 1F1B and fewer micro-batches is returned.
     Raises ValueError, with what to change, if no plan fits.
     """
     segments = Segments(problem.layers, problem.cluster.within)
-    best: dict[Dims, Plan] = {}
+    best: dict[Dims, MeshPlan] = {}
     for choice in choices(problem):
         known = best.get(choice.dims)
         limit_s = known.step_s * _BETTER if known else math.inf
@@ -295,23 +303,23 @@ def search(problem: Problem) -> list[Plan]:
     return sorted(best.values(), key=lambda plan: plan.step_s)
 
 
-def plans_of_choices(problem: Problem) -> list[Plan]:
+def plans_of_choices(problem: Problem) -> list[MeshPlan]:
     """Returns the plan with the best cuts of each choice that fits into memory, the shortest step first."""
     segments = Segments(problem.layers, problem.cluster.within)
     found = (_plan(problem, choice, segments, math.inf) for choice in choices(problem))
     return sorted((plan for plan in found if plan is not None), key=lambda plan: plan.step_s)
 
 
-def plan_of(problem: Problem, choice: Choice, starts: Sequence[int]) -> Plan | None:
+def plan_of(problem: Problem, choice: PlanChoice, starts: Sequence[int]) -> MeshPlan | None:
     """Returns the plan of a choice and cuts, or None if it does not fit into memory."""
-    stages = Stages(
+    stages = StageCosts(
         problem.layers, problem.cluster, problem.states, choice, Segments(problem.layers, problem.cluster.within)
     )
     return _with_cuts(stages, choice, tuple(starts), len(problem.layers))
 
 
-def _plan(problem: Problem, choice: Choice, segments: Segments, limit_s: float) -> Plan | None:
-    stages = Stages(problem.layers, problem.cluster, problem.states, choice, segments)
+def _plan(problem: Problem, choice: PlanChoice, segments: Segments, limit_s: float) -> MeshPlan | None:
+    stages = StageCosts(problem.layers, problem.cluster, problem.states, choice, segments)
     num_layers, pipeline = len(problem.layers), choice.dims.pipeline
     prefix_s = [0.0, *(stages.fastest(0, end).seconds for end in range(1, num_layers + 1))]
     if prefix_s[-1] * (1 + (choice.micro_batches - 1) / pipeline) >= limit_s:
@@ -320,10 +328,10 @@ def _plan(problem: Problem, choice: Choice, segments: Segments, limit_s: float) 
     return _with_cuts(stages, choice, found.starts, num_layers) if found else None
 
 
-def _with_cuts(stages: Stages, choice: Choice, starts: tuple[int, ...], num_layers: int) -> Plan | None:
+def _with_cuts(stages: StageCosts, choice: PlanChoice, starts: tuple[int, ...], num_layers: int) -> MeshPlan | None:
     ends = (*starts[1:], num_layers)
     costs = [stages.cost(i, start, end) for i, (start, end) in enumerate(zip(starts, ends, strict=True))]
     fitting = tuple(cost for cost in costs if cost is not None)
     if len(fitting) < len(costs):
         return None
-    return Plan(choice, starts, fitting, *step_s(fitting, choice.micro_batches))
+    return MeshPlan(choice, starts, fitting, *step_s(fitting, choice.micro_batches))

@@ -50,9 +50,9 @@ from spark_dl.parallel.mesh.planner.records import (
     SPLIT,
     WHOLE_WEIGHTS,
     Cluster,
-    Layer,
+    LayerProfile,
     Links,
-    Memory,
+    MemoryUse,
     States,
     held,
     micro_batches_kept,
@@ -91,7 +91,7 @@ _BLOCK_WHOLE = 10 / 34
 """Part of a block's kept bytes that every tensor rank has: 10 of 34 (Korthikanti et al. 2022, equation 2)."""
 
 
-class Cost(Protocol):
+class StageTimes(Protocol):
     """What the cuts need to know of a stage."""
 
     @property
@@ -122,7 +122,7 @@ class _Suffix(NamedTuple):
     starts: tuple[int, ...]
 
 
-def step_s(stages: Sequence[Cost], micro_batches: int) -> tuple[float, float]:
+def step_s(stages: Sequence[StageTimes], micro_batches: int) -> tuple[float, float]:
     """Returns the time of a pipeline without the exchange of gradients, and the exchange that is left after it."""
     pipeline_s = sum(stage.seconds for stage in stages) + (micro_batches - 1) * max(stage.period_s for stage in stages)
     exposed_s = hidden_s = 0.0
@@ -136,7 +136,7 @@ def best_cuts(
     num_layers: int,
     num_stages: int,
     micro_batches: int,
-    cost: Callable[[int, int, int], Cost | None],
+    cost: Callable[[int, int, int], StageTimes | None],
     *,
     prefix_s: Sequence[float] | None = None,
     limit_s: float = math.inf,
@@ -171,7 +171,7 @@ def best_cuts(
     return min(whole, key=lambda cuts: cuts.step_s, default=None)
 
 
-def _before(own: Cost, after: _Suffix, start: int) -> _Suffix:
+def _before(own: StageTimes, after: _Suffix, start: int) -> _Suffix:
     seconds = own.seconds + after.seconds
     return _Suffix(
         seconds,
@@ -194,7 +194,7 @@ def _is_as_good(one: _Suffix, other: _Suffix) -> bool:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlanChoice:
     """All of a plan except its cuts."""
 
     dims: Dims
@@ -209,7 +209,7 @@ class Choice:
 class StageCost(NamedTuple):
     """One stage. Seconds are those of a micro-batch, except `sync_s`."""
 
-    segment: Segment
+    segment: LayerSegment
     before_s: float
     """A transfer from or to the stage before it: of the output of a micro-batch, or of its gradient."""
     after_s: float
@@ -224,7 +224,7 @@ class StageCost(NamedTuple):
     """From the end of the last backward pass of the next stage to that of its own."""
     sync_s: float
     """Exchange of gradients after its last backward pass, once per step."""
-    memory: Memory
+    memory: MemoryUse
 
     @property
     def forward_s(self) -> float:
@@ -245,21 +245,21 @@ class StageCost(NamedTuple):
         return self.forward_s + self.backward_s + self.transfer_s
 
 
-class Stages:
+class StageCosts:
     """Costs of the stages of one choice. `segments` are those of the layers, and are shared between choices."""
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[LayerProfile],
         cluster: Cluster,
         states: States,
-        choice: Choice,
+        choice: PlanChoice,
         segments: Segments,
     ):
         self._layers, self._cluster, self._states, self._choice = layers, cluster, states, choice
         self._segments, self._links = segments, Links(choice.dims, cluster)
 
-    def fastest(self, start: int, end: int) -> Segment:
+    def fastest(self, start: int, end: int) -> LayerSegment:
         """Returns the fastest tensor plan of layers `start` to `end` - 1."""
         return self._segments.fastest(start, end, rows=self._choice.rows, tensor=self._choice.dims.tensor)
 
@@ -289,7 +289,7 @@ class Stages:
         choice = self._choice
         return micro_batches_kept(choice.schedule, choice.micro_batches, choice.dims.pipeline - stage)
 
-    def _cost(self, stage: int, start: int, end: int, segment: Segment) -> StageCost:
+    def _cost(self, stage: int, start: int, end: int, segment: LayerSegment) -> StageCost:
         before_s = self._send_s(stage - 1, start) if stage else 0.0
         after_s = self._send_s(stage, end) if stage < self._choice.dims.pipeline - 1 else 0.0
         zero_forward_s, zero_backward_s, sync_s = self._zero(stage, segment)
@@ -314,7 +314,7 @@ class Stages:
         num_bytes = self._layers[end - 1].output_bytes * self._choice.rows
         return send_s(num_bytes, self._links.pipeline[boundary])
 
-    def _zero(self, stage: int, segment: Segment) -> tuple[float, float, float]:
+    def _zero(self, stage: int, segment: LayerSegment) -> tuple[float, float, float]:
         """Returns the seconds of data ranks in a forward pass, a backward pass, and once per step."""
         data, zero, network = self._choice.dims.data, self._choice.zero_stage, self._links.data[stage]
         weights = segment.weight_bytes
@@ -349,7 +349,7 @@ class Stages:
             computed_s += layer.backward.of(self._choice.rows / (1 if kind == REPLICATED else self._choice.dims.tensor))
         return exposed_s
 
-    def _memory(self, stage: int, start: int, end: int, segment: Segment) -> Memory:
+    def _memory(self, stage: int, start: int, end: int, segment: LayerSegment) -> MemoryUse:
         choice, states = self._choice, self._states
         parameters = segment.weight_bytes / states.weights
         by_zero = held(parameters, states, choice.zero_stage, choice.dims.data)
@@ -360,7 +360,7 @@ class Stages:
                 for layer, kind in zip(self._layers[start:end], segment.kinds, strict=True)
             )
             gathered = largest * (1 + states.gradients / states.weights)
-        return Memory(
+        return MemoryUse(
             by_zero.weights, by_zero.gradients, by_zero.optimizer, segment.kept_bytes * self._kept(stage), gathered
         )
 
@@ -370,7 +370,7 @@ def _by_unit(collective: Collective, units: int, data: int, num_bytes: float, ne
     return units * collective(data, num_bytes / units, network) if units else 0.0
 
 
-class Segment(NamedTuple):
+class LayerSegment(NamedTuple):
     """Consecutive layers on one rank, for a micro-batch. Its numbers are sums over the layers."""
 
     kinds: tuple[str, ...]
@@ -390,11 +390,11 @@ class Segment(NamedTuple):
         return self.forward_s + self.backward_s
 
 
-Weigh = Callable[[Segment], Any]
+Weigh = Callable[[LayerSegment], Any]
 """A sum over the layers, or a tuple of such sums, to be least."""
 
 
-def fastest(segment: Segment) -> tuple[float, float]:
+def fastest(segment: LayerSegment) -> tuple[float, float]:
     """The time of a micro-batch; of equal times, that with fewer bytes."""
     return segment.seconds, segment.weight_bytes + segment.kept_bytes
 
@@ -407,7 +407,7 @@ def smallest(bytes_per_weight_byte: float, micro_batches: int) -> Weigh:
         micro_batches: whose activations are kept.
     """
 
-    def weigh(segment: Segment) -> tuple[float, float]:
+    def weigh(segment: LayerSegment) -> tuple[float, float]:
         held = segment.weight_bytes * bytes_per_weight_byte + segment.kept_bytes * micro_batches
         return held, segment.seconds
 
@@ -417,7 +417,7 @@ def smallest(bytes_per_weight_byte: float, micro_batches: int) -> Weigh:
 class TensorChain:
     """Layers on the tensor ranks of a stage: the time of each way to cut each layer, and between two neighbors."""
 
-    def __init__(self, layers: Sequence[Layer], *, rows: float, tensor: int, network: Network):
+    def __init__(self, layers: Sequence[LayerProfile], *, rows: float, tensor: int, network: Network):
         self._own = [
             {kind: _one(layer, kind, rows, tensor, network) for kind in _kinds(layer, tensor)} for layer in layers
         ]
@@ -433,9 +433,9 @@ class TensorChain:
             for own, size in zip(self._own, sizes[1:], strict=True)
         ]
 
-    def best_from(self, start: int, weigh: Weigh = fastest) -> list[Segment]:
+    def best_from(self, start: int, weigh: Weigh = fastest) -> list[LayerSegment]:
         """Returns the best plan of layers `start` to `end` - 1, for each `end` from `start` + 1 to the last."""
-        best: dict[str, Segment] = {}  # by the kind of the last layer
+        best: dict[str, LayerSegment] = {}  # by the kind of the last layer
         found = []
         for i in range(start, len(self._own)):
             reached = {}
@@ -450,7 +450,7 @@ class TensorChain:
             found.append(min([self._ended(segment, i) for segment in best.values()], key=weigh))
         return found
 
-    def cost(self, start: int, kinds: Sequence[str]) -> Segment:
+    def cost(self, start: int, kinds: Sequence[str]) -> LayerSegment:
         """Returns the cost of layers from `start` that are cut in the given ways."""
         found, last = None, REPLICATED
         for i, kind in enumerate(kinds, start=start):
@@ -458,13 +458,13 @@ class TensorChain:
         assert found is not None
         return self._ended(found, start + len(kinds) - 1)
 
-    def _joined(self, before: Segment | None, last: str, i: int, kind: str) -> Segment:
+    def _joined(self, before: LayerSegment | None, last: str, i: int, kind: str) -> LayerSegment:
         """Appends layer i to a segment."""
         own = self._own[i][kind]
         forward_s, backward_s = self._between[i][last, kind]
         if before is None:
             return own._replace(forward_s=own.forward_s + forward_s, backward_s=own.backward_s + backward_s)
-        return Segment(
+        return LayerSegment(
             before.kinds + own.kinds,
             before.forward_s + forward_s + own.forward_s,
             before.backward_s + backward_s + own.backward_s,
@@ -474,7 +474,7 @@ class TensorChain:
             before.shared_bytes + own.shared_bytes,
         )
 
-    def _ended(self, segment: Segment, last: int) -> Segment:
+    def _ended(self, segment: LayerSegment, last: int) -> LayerSegment:
         """Adds the collective after which all ranks have whole rows."""
         end_s = self._end_s[last][segment.kinds[-1]]
         return segment._replace(forward_s=segment.forward_s + end_s) if end_s else segment
@@ -483,23 +483,23 @@ class TensorChain:
 class Segments:
     """The best segments of a chain of layers. Each is found once, for all plans with as many rows and tensor ranks."""
 
-    def __init__(self, layers: Sequence[Layer], network: Network):
+    def __init__(self, layers: Sequence[LayerProfile], network: Network):
         self._layers, self._network = layers, network
         self._chains: dict[tuple[float, int], TensorChain] = {}
-        self._found: dict[tuple[object, ...], list[Segment]] = {}
+        self._found: dict[tuple[object, ...], list[LayerSegment]] = {}
 
-    def fastest(self, start: int, end: int, *, rows: float, tensor: int) -> Segment:
+    def fastest(self, start: int, end: int, *, rows: float, tensor: int) -> LayerSegment:
         """Returns layers `start` to `end` - 1 with the plan that takes the least time."""
         return self._best(start, end, rows, tensor, fastest, "fastest")
 
     def smallest(
         self, start: int, end: int, *, rows: float, tensor: int, bytes_per_weight_byte: float, micro_batches: int
-    ) -> Segment:
+    ) -> LayerSegment:
         """Returns layers `start` to `end` - 1 with the plan that holds the fewest bytes, as the function `smallest`."""
         by = bytes_per_weight_byte, micro_batches
         return self._best(start, end, rows, tensor, smallest(*by), by)
 
-    def _best(self, start: int, end: int, rows: float, tensor: int, weigh: Weigh, name: object) -> Segment:
+    def _best(self, start: int, end: int, rows: float, tensor: int, weigh: Weigh, name: object) -> LayerSegment:
         key = (rows, tensor, start, name if tensor > 1 else "")  # without tensor ranks there is one plan
         if key not in self._found:
             chain = self._chains.get((rows, tensor))
@@ -510,7 +510,7 @@ class Segments:
         return self._found[key][end - start - 1]
 
 
-def _kinds(layer: Layer, tensor: int) -> list[str]:
+def _kinds(layer: LayerProfile, tensor: int) -> list[str]:
     if tensor == 1:
         return [REPLICATED]
     cut = [each for each in KINDS if each in layer.tensor]
@@ -525,7 +525,7 @@ def _between(gives: str, takes: str, num_bytes: float, tensor: int, network: Net
     )
 
 
-def _one(layer: Layer, kind: str, rows: float, tensor: int, network: Network) -> Segment:
+def _one(layer: LayerProfile, kind: str, rows: float, tensor: int, network: Network) -> LayerSegment:
     computed = rows if kind == REPLICATED else rows / tensor
     forward_s, backward_s = layer.forward.of(computed), layer.backward.of(computed)
     kept = layer.kept_bytes * rows
@@ -538,4 +538,4 @@ def _one(layer: Layer, kind: str, rows: float, tensor: int, network: Network) ->
     whole = layer.parameter_bytes if kind in WHOLE_WEIGHTS else layer.whole_bytes if kind == BLOCK else 0
     weights = whole + (layer.parameter_bytes - whole) / tensor
     units = int(layer.parameter_bytes > 0)
-    return Segment((kind,), forward_s, backward_s, weights, kept, units, weights if kind == SEQUENCE else 0.0)
+    return LayerSegment((kind,), forward_s, backward_s, weights, kept, units, weights if kind == SEQUENCE else 0.0)

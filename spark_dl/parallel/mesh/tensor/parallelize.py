@@ -23,7 +23,7 @@ from spark_dl.parallel.mesh.tensor.functions import (
 )
 from spark_dl.parallel.mesh.tensor.sequence import KEY as SEQUENCE_KEY
 from spark_dl.parallel.mesh.tensor.sequence import Stack, find_stacks
-from spark_dl.parallel.mesh.tensor.styles import Columns, Heads, Rows, Vocabulary, slice_dropout
+from spark_dl.parallel.mesh.tensor.styles import Columns, Heads, RowParallelInput, Vocabulary, slice_dropout
 from spark_dl.parallel.mesh.tensor.words import COLUMNS, ROWS, Box, cuts, is_norm, take
 from spark_dl.parallel.modules import check_hooks, names_of
 
@@ -127,7 +127,7 @@ def _style(name: str, word: str, model: nn.Module, flow: Flow, stacks: Sequence[
             return Columns(name, word, flow, lambda x: x)
         return Columns(name, word, flow, flow.enter)
     if word in ROWS:
-        return Rows(name, word, flow, axis)
+        return RowParallelInput(name, word, flow, axis)
     if word == "vocab":
         return Vocabulary(flow)
     if word == "heads":

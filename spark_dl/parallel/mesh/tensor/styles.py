@@ -66,7 +66,7 @@ class Columns(ParallelStyle):
         return module
 
 
-class Rows(ParallelStyle):
+class RowParallelInput(ParallelStyle):
     """A linear layer whose inputs are cut, and whose outputs are summed over the ranks.
 
     Args:

@@ -9,7 +9,7 @@ import torch
 
 from spark_dl import ModelSpec
 from spark_dl.baselines.driver_loop import rank_task
-from spark_dl.baselines.driver_loop.rank_task import Attempt, Step, _Kept
+from spark_dl.baselines.driver_loop.rank_task import CallData, Step, _Kept
 from spark_dl.data.load.build import build_train_loader
 from spark_dl.launch.code import payload
 from spark_dl.spec import Run
@@ -31,7 +31,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def kept(run):
-    kept = _Kept(Attempt("attempt", payload.pack_call(None, (run,), {}), []))
+    kept = _Kept(CallData("attempt", payload.pack_call(None, (run,), {}), []))
     yield kept
     kept.close()
     assert not any(t.name.startswith("spark_dl") for t in threading.enumerate())
@@ -84,7 +84,7 @@ def attempt_of(run):
     def build(collective_timeout_s):
         launch = dataclasses.replace(run.config.launch, collective_timeout_s=collective_timeout_s)
         of_time = dataclasses.replace(run, config=dataclasses.replace(run.config, launch=launch))
-        return Attempt(f"attempt of {collective_timeout_s} s", payload.pack_call(None, (of_time,), {}), [])
+        return CallData(f"attempt of {collective_timeout_s} s", payload.pack_call(None, (of_time,), {}), [])
 
     yield build
     for timer in rank_task._TIMERS:
@@ -114,6 +114,6 @@ def test_what_no_task_uses_for_longer_goes(attempt_of):
 
 
 def test_other_versions_than_the_driver_s_are_refused(run):
-    attempt = Attempt("attempt", payload.pack_call(None, (run,), {}), [], (("torch", "1.0"), ("spark_dl", "0.0")))
+    attempt = CallData("attempt", payload.pack_call(None, (run,), {}), [], (("torch", "1.0"), ("spark_dl", "0.0")))
     with pytest.raises(RuntimeError, match=r"the driver has {'torch': '1.0', 'spark_dl': '0.0'}, this executor {"):
         _Kept(attempt)

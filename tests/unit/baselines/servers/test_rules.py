@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from spark_dl import ParameterServer
 from spark_dl.baselines.servers.block import shares_of
 from spark_dl.baselines.servers.deal import MiniBatch, MiniBatchQueue, deal_again
-from spark_dl.baselines.servers.rules import Coordinator, Gradient, Rules, rules_of
+from spark_dl.baselines.servers.rules import Coordinator, Gradient, UpdateRules, rules_of
 
 MODES = ("sync", "k_sync", "k_batch_sync", "async", "k_async", "k_batch_async")
 ENDLESS = 10**6
@@ -340,12 +340,12 @@ def test_with_a_learning_rate_by_staleness_each_gradient_has_its_own():
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [
-        ("sync", Rules(4, cancels=True, goes_on=False)),
-        ("k_sync", Rules(2, cancels=True, goes_on=False)),
-        ("k_batch_sync", Rules(2, cancels=True, goes_on=True)),
-        ("async", Rules(1, cancels=False, goes_on=False)),
-        ("k_async", Rules(2, cancels=False, goes_on=False)),
-        ("k_batch_async", Rules(2, cancels=False, goes_on=True)),
+        ("sync", UpdateRules(4, cancels=True, goes_on=False)),
+        ("k_sync", UpdateRules(2, cancels=True, goes_on=False)),
+        ("k_batch_sync", UpdateRules(2, cancels=True, goes_on=True)),
+        ("async", UpdateRules(1, cancels=False, goes_on=False)),
+        ("k_async", UpdateRules(2, cancels=False, goes_on=False)),
+        ("k_batch_async", UpdateRules(2, cancels=False, goes_on=True)),
     ],
 )
 def test_the_rules_of_each_mode(mode, expected):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spark_dl.baselines.servers.flat import FlatModel
-from spark_dl.baselines.servers.server import Server, follow
+from spark_dl.baselines.servers.server import ServerState, follow
 from spark_dl.baselines.servers.trainer import Trainer
 from spark_dl.baselines.servers.wire import Transport
 from tests.builders.models import MLP, small_config
@@ -38,7 +38,7 @@ def test_orders_that_come_before_a_pause_ends_are_carried_out_after_it():
     def update(gradients, shares, lr_factor):
         weights[:] += sum(share * g for share, g in zip(shares, gradients, strict=True))
 
-    server, told = Server(wires[OTHER], update, weights.copy), []
+    server, told = ServerState(wires[OTHER], update, weights.copy), []
 
     def two_epochs():
         told.extend(follow(server, FIRST, len(TRAINERS), 10)["why"] for _ in range(2))
@@ -72,7 +72,7 @@ def test_F29_a_trainer_that_stopped_between_its_messages_to_two_servers_is_named
     wires = {rank: Transport(4) for rank in (*TRAINERS, FIRST, OTHER)}
     for rank in (*TRAINERS, FIRST):
         connected(wires, rank, OTHER)
-    server = Server(wires[OTHER], lambda *_: None, lambda: np.zeros(4, np.float32))
+    server = ServerState(wires[OTHER], lambda *_: None, lambda: np.zeros(4, np.float32))
     order = {"kind": "update", "used": [(0, 1), (1, 1)], "shares": [0.5, 0.5], "lr_factor": 1.0}
     wires[FIRST].send(OTHER, order)
     wires[0].send(OTHER, *gradient(1, 1.0))
@@ -87,7 +87,7 @@ def test_a_gradient_is_late_from_its_order_on_however_long_the_server_had_nothin
     wires = {rank: Transport(4) for rank in (*TRAINERS, FIRST, OTHER)}
     for rank in (*TRAINERS, FIRST):
         connected(wires, rank, OTHER)
-    server, told = Server(wires[OTHER], lambda *_: None, lambda: np.zeros(4, np.float32)), []
+    server, told = ServerState(wires[OTHER], lambda *_: None, lambda: np.zeros(4, np.float32)), []
     following = threading.Thread(target=lambda: told.append(follow(server, FIRST, len(TRAINERS), 1.0)), daemon=True)
     following.start()
     following.join(0.6)  # longer than the limit of an ordered gradient

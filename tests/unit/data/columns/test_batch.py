@@ -15,7 +15,7 @@ from torch import nn
 from spark_dl import Config, Data, ModelSpec, Shards
 from spark_dl.data.columns.ragged import from_lengths
 from spark_dl.data.external.dataset import open_parquet
-from spark_dl.data.load.loader import Loader
+from spark_dl.data.load.loader import ShardLoader
 from spark_dl.data.write.arrays import write_arrays
 from spark_dl.data.write.spark_types import source_columns
 from spark_dl.inputs import shards_of
@@ -42,7 +42,7 @@ def loaders(shards, world_size=1, ragged="pad", window=20, **options):
         features=("tokens", "points"), label="id", num_streams=4, shuffle_window_rows=window, ragged=ragged,
         validation_fraction=options.pop("validation_fraction", 0.0), global_batch_size=12,
     )  # fmt: skip
-    return [Loader(shards, config, rank=r, world_size=world_size, **options) for r in range(world_size)]
+    return [ShardLoader(shards, config, rank=r, world_size=world_size, **options) for r in range(world_size)]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -6,7 +6,7 @@ import pytest
 from spark_dl import Data, Shards
 from spark_dl.data.columns.batch import cast_cells, row_weights
 from spark_dl.data.columns.ragged import from_lengths
-from spark_dl.data.load.loader import Loader
+from spark_dl.data.load.loader import ShardLoader
 from spark_dl.data.write.arrays import write_arrays
 from tests.builders.settings import make_config
 
@@ -21,7 +21,7 @@ def shards(tmp_path, **columns):
 
 def batches(dataset, world_size=1, **data):
     config = make_config(features=("x",), num_streams=4, global_batch_size=12, accumulation_steps=2, **data)
-    loaders = [Loader(dataset, config, rank=r, world_size=world_size, micro_batches=2) for r in range(world_size)]
+    loaders = [ShardLoader(dataset, config, rank=r, world_size=world_size, micro_batches=2) for r in range(world_size)]
     return [batch for loader in loaders for step in loader.epoch(0) for batch in step.micro_batches]
 
 

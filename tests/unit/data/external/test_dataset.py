@@ -21,7 +21,7 @@ from spark_dl.data.columns.ragged import concatenate
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.external.files import filter_rows
-from spark_dl.data.load.loader import Loader
+from spark_dl.data.load.loader import ShardLoader
 from spark_dl.data.parquet import thrift
 from spark_dl.data.parquet.file import table_column
 from spark_dl.data.petastorm.metadata import ROW_GROUPS_KEY, write_common_metadata
@@ -35,7 +35,7 @@ ROWS = 100
 
 def steps_of(shards, *names, **data):
     config = make_config(features=names, label=None, num_streams=4, **data, global_batch_size=20)
-    return Loader(shards, config, rank=0, world_size=1, shuffle=False).epoch(0)
+    return ShardLoader(shards, config, rank=0, world_size=1, shuffle=False).epoch(0)
 
 
 def columns_of(shards, *names):
@@ -699,7 +699,7 @@ def test_fields_of_petastorm_of_every_type_become_numbers_as_columns_of_plain_pa
     config = make_config(features=names, label=None, encode=encode, **fields)
     shards = open_parquet(str(tmp_path), names, data=config.data)
     found = {}
-    for step in Loader(shards, config, rank=0, world_size=1).epoch(0):
+    for step in ShardLoader(shards, config, rank=0, world_size=1).epoch(0):
         (batch,) = step.micro_batches
         for i in np.flatnonzero(batch["weight"].numpy()):
             row = {n: batch[n][i].item() for n in ("name", "price", "at", "kind")}
@@ -760,7 +760,7 @@ def tags_of(url, settings, **data):
         global_batch_size=2, **data,
     )  # fmt: skip
     found, shards = {}, filter_rows(open_parquet(url, config.data.features, data=config.data), config)
-    for step in Loader(shards, config, rank=0, world_size=1).epoch(0):
+    for step in ShardLoader(shards, config, rank=0, world_size=1).epoch(0):
         (batch,) = step.micro_batches
         for i in np.flatnonzero(batch["weight"].numpy()):
             ends = batch["tags_offsets"][i : i + 2].tolist() if "tags_offsets" in batch else None
@@ -860,7 +860,7 @@ def test_compressed_arrays_that_do_not_fit_are_an_error_before_they_are_unpacked
             global_batch_size=4,
         )  # fmt: skip
         shards = open_parquet(str(tmp_path), ["x", "id"], data=config.data)
-        loader = Loader(shards, config, rank=0, world_size=1)
+        loader = ShardLoader(shards, config, rank=0, world_size=1)
         return [m for step in loader.epoch(0) for m in step.micro_batches]
 
     found = batches(5, 16)
@@ -923,9 +923,9 @@ def test_S23_a_footer_with_a_number_of_rows_that_cannot_be_is_an_error_that_name
     footer_at = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
     footer, _ = thrift.read_struct(content[footer_at:-8])
     if where != "group":
-        footer[3] = thrift.Field(thrift.I64, rows)
+        footer[3] = thrift.TField(thrift.I64, rows)
     if where != "file":
-        footer[4].value.items[0][3] = thrift.Field(thrift.I64, rows)
+        footer[4].value.items[0][3] = thrift.TField(thrift.I64, rows)
     end = thrift.write_struct(footer)
     path.write_bytes(content[:footer_at] + end + len(end).to_bytes(4, "little") + b"PAR1")
     if (rows, where) == (99, "both"):

@@ -27,7 +27,7 @@ from spark_dl.data.dataset.memory import check_memory, warn_of_memory
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.external.files import filter_rows
-from spark_dl.data.load.loader import Loader, read_ahead
+from spark_dl.data.load.loader import ShardLoader, read_ahead
 from spark_dl.data.load.mixture import MixedLoader, Mixture
 from spark_dl.data.write.arrays import write_arrays
 from spark_dl.data.write.writer import ShardWriter
@@ -51,7 +51,9 @@ def dataset(url, rows, group_rows=10, shard_rows=30):
 
 
 def loaders(shards, world_size, settings=None, **kwargs):
-    return [Loader(shards, settings or config(), rank=r, world_size=world_size, **kwargs) for r in range(world_size)]
+    return [
+        ShardLoader(shards, settings or config(), rank=r, world_size=world_size, **kwargs) for r in range(world_size)
+    ]
 
 
 def true_ids(loader, epoch=0):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from spark_dl.data.load.window_reader import Schedule, WindowReader
+from spark_dl.data.load.window_reader import ReadSchedule, WindowReader
 from spark_dl.data.plan import Segment, Stream, Windows
 
 _OVERTAKE_S = 0.5
@@ -42,7 +42,7 @@ def test_the_largest_window_is_that_of_all_threads(sizes):
     groups = [np.array([[group, 0, 1]]) for group in (0, 1)]
     streams = [Stream(Windows(group, np.array([1]), None), Segment(0, 0, 1)) for group in groups]
     arena = SimpleNamespace(num_slots=2, slot=lambda slot: [], clear=lambda slot: None)
-    reader = WindowReader(Rows(), Schedule(streams, 1, 0), arena, 2, 1000.0)
+    reader = WindowReader(Rows(), ReadSchedule(streams, 1, 0), arena, 2, 1000.0)
     try:
         reader.next(1)
         slow.overtaken.set()

@@ -23,7 +23,7 @@ from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.external.files import filter_rows
 from spark_dl.data.load.build import build_loader
-from spark_dl.data.load.loader import Loader
+from spark_dl.data.load.loader import ShardLoader
 from spark_dl.data.parquet.filters import Bounds, Condition, holds_within, simplify
 from tests.builders.datasets import write_dataset
 from tests.builders.settings import make_config
@@ -42,7 +42,7 @@ def config(filters=(), **settings):
 def read(shards, world_size=1, split="all", epoch=0, **settings):
     """The ids that are read, on all ranks."""
     loaders = [
-        Loader(shards, config(**settings), rank=r, world_size=world_size, split=split) for r in range(world_size)
+        ShardLoader(shards, config(**settings), rank=r, world_size=world_size, split=split) for r in range(world_size)
     ]
     steps = [list(loader.epoch(epoch)) for loader in loaders]
     assert len({len(s) for s in steps}) == 1
@@ -170,7 +170,7 @@ def test_the_order_does_not_depend_on_the_number_of_ranks(tmp_path):
     shards = filtered(dataset(tmp_path, 120), ["id", "not in", [3, 4, 50]])
 
     def steps(world_size):
-        loaders = [Loader(shards, config(), rank=r, world_size=world_size) for r in range(world_size)]
+        loaders = [ShardLoader(shards, config(), rank=r, world_size=world_size) for r in range(world_size)]
         batches = zip(*(loader.epoch(1) for loader in loaders), strict=True)
         return [torch.cat([s.micro_batches[0]["id"] for s in parts]).tolist() for parts in batches]
 
@@ -248,7 +248,7 @@ def test_ragged_columns_and_partitions_keep_to_their_rows(tmp_path, split):
     )  # fmt: skip
     shards = filter_rows(open_parquet(str(tmp_path), settings.data.features, data=settings.data), settings)
     found = []
-    for step in Loader(shards, settings, rank=0, world_size=1, split=split).epoch(0):
+    for step in ShardLoader(shards, settings, rank=0, world_size=1, split=split).epoch(0):
         batch = {name: t.numpy() for name, t in step.micro_batches[0].items()}
         lists = np.split(batch["list"], batch["list_offsets"][1:-1])
         for i, values, half, weight in zip(batch["id"], lists, batch["half"], batch["weight"], strict=True):

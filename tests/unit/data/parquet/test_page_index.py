@@ -17,7 +17,7 @@ from spark_dl.data.parquet import page_index
 from spark_dl.data.parquet.file import table_column
 from spark_dl.data.parquet.filters import passing_rows, typed_conditions, without_nulls
 from spark_dl.data.parquet.page_index import IndexedFile
-from spark_dl.data.parquet.thrift import Field, Many, read_struct, write_struct
+from spark_dl.data.parquet.thrift import Many, TField, read_struct, write_struct
 
 pytestmark = pytest.mark.skipif(int(pa.__version__.split(".")[0]) < 15, reason="pyarrow 14 writes no page checksums")
 
@@ -220,8 +220,8 @@ def test_numbers_that_are_stored_as_bytes_are_not_read_as_texts():
     content = written(pa.table({"price": pa.array(raw, pa.binary())}), data_page_size=400, write_batch_size=100)
     footer, _ = read_struct(footer_of(content))
     root, price = footer[2].value.items
-    price = {**price, 6: Field(5, 5), 7: Field(5, 2), 8: Field(5, 18)}  # DECIMAL, scale, precision
-    content = with_footer(content, {**footer, 2: Field(9, Many(12, [root, price]))})
+    price = {**price, 6: TField(5, 5), 7: TField(5, 2), 8: TField(5, 18)}  # DECIMAL, scale, precision
+    content = with_footer(content, {**footer, 2: TField(9, Many(12, [root, price]))})
     _, source, file = open_bytes(content)
     whole = file.read()
     assert float(whole["price"][0].as_py()) == 31580.65
@@ -239,12 +239,12 @@ def test_empty_lists_of_an_old_kind_are_no_nulls():
     )
     footer, _ = read_struct(footer_of(content))
     root, _, _, element = footer[2].value.items
-    element = {**element, 3: Field(5, 2), 4: Field(8, b"r")}  # repeated
+    element = {**element, 3: TField(5, 2), 4: TField(8, b"r")}  # repeated
     (group,) = footer[4].value.items
     (chunk,) = group[1].value.items
-    metadata = {**chunk[3].value, 3: Field(9, Many(8, [b"r"]))}
-    group = {**group, 1: Field(9, Many(12, [{**chunk, 3: Field(12, metadata)}]))}
-    content = with_footer(content, {**footer, 2: Field(9, Many(12, [root, element])), 4: Field(9, Many(12, [group]))})
+    metadata = {**chunk[3].value, 3: TField(9, Many(8, [b"r"]))}
+    group = {**group, 1: TField(9, Many(12, [{**chunk, 3: TField(12, metadata)}]))}
+    content = with_footer(content, {**footer, 2: TField(9, Many(12, [root, element])), 4: TField(9, Many(12, [group]))})
     _, source, file = open_bytes(content)
     whole = file.read()
     assert whole["r"].to_pylist() == lists.to_pylist()
@@ -265,7 +265,12 @@ def test_what_thrift_reads_it_writes():
     struct, end = read_struct(footer)
     assert end == len(footer)
     assert write_struct(struct) == footer
-    odd = {1: Field(6, -(2**62)), 40: Field(9, Many(1, [True, False] * 9)), 41: Field(3, b"\xff"), 42: Field(2, False)}
+    odd = {
+        1: TField(6, -(2**62)),
+        40: TField(9, Many(1, [True, False] * 9)),
+        41: TField(3, b"\xff"),
+        42: TField(2, False),
+    }
     assert read_struct(write_struct(odd))[0] == odd
     for cut in range(len(footer)):
         with pytest.raises((ValueError, IndexError)):

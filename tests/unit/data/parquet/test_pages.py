@@ -10,7 +10,7 @@ import pytest
 
 from spark_dl.data.parquet import file
 from spark_dl.data.parquet.buffers import BufferPool
-from spark_dl.data.parquet.thrift import I32, STRUCT, Field, write_struct
+from spark_dl.data.parquet.thrift import I32, STRUCT, TField, write_struct
 
 pytestmark = pytest.mark.skipif(int(pa.__version__.split(".")[0]) < 15, reason="pyarrow 14 writes no page checksums")
 
@@ -104,9 +104,16 @@ def test_no_damage_of_a_header_gives_other_values():
 def page(count, values):
     """A data page of version 1, plain, with a byte of levels in front of its values, and no checksum."""
     body = (1).to_bytes(4, "little") + b"\0" + values
-    data = {1: Field(I32, count), 2: Field(I32, 0), 3: Field(I32, 3), 4: Field(I32, 3)}
+    data = {1: TField(I32, count), 2: TField(I32, 0), 3: TField(I32, 3), 4: TField(I32, 3)}
     return (
-        write_struct({1: Field(I32, 0), 2: Field(I32, len(body)), 3: Field(I32, len(body)), 5: Field(STRUCT, data)})
+        write_struct(
+            {
+                1: TField(I32, 0),
+                2: TField(I32, len(body)),
+                3: TField(I32, len(body)),
+                5: TField(STRUCT, data),
+            }
+        )
         + body
     )
 
@@ -121,8 +128,8 @@ def test_pages_with_levels_are_joined_and_their_counts_must_be_those_of_their_va
 
 
 def test_a_negative_count_does_not_make_up_for_another_page():
-    empty = {1: Field(I32, -1), 2: Field(I32, 0), 3: Field(I32, 3), 4: Field(I32, 3)}
-    header = write_struct({1: Field(I32, 0), 2: Field(I32, 0), 3: Field(I32, 0), 5: Field(STRUCT, empty)})
+    empty = {1: TField(I32, -1), 2: TField(I32, 0), 3: TField(I32, 3), 4: TField(I32, 3)}
+    header = write_struct({1: TField(I32, 0), 2: TField(I32, 0), 3: TField(I32, 0), 5: TField(STRUCT, empty)})
     content = page(3, np.arange(3, dtype=np.int32).tobytes()) + header
     assert read(content, Chunk(len(content)), 1, 4, 2) is None
 

@@ -14,7 +14,7 @@ from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.ragged import from_lengths
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.load.build import build_loader
-from spark_dl.data.load.loader import Loader
+from spark_dl.data.load.loader import ShardLoader
 from spark_dl.data.load.mixture import Mixture
 from spark_dl.data.plan import Segment
 from spark_dl.data.read import sequences
@@ -89,7 +89,7 @@ def test_every_valid_sample_is_read_once_with_its_rows(tmp_path, length, stride,
         with pytest.raises(ValueError, match=rf"sequences\.length={length}: .* has no sequence of .*; its 157 rows"):
             runs_of(shards, config)
         return
-    loader = Loader(runs_of(shards, config), config, rank=0, world_size=1)
+    loader = ShardLoader(runs_of(shards, config), config, rank=0, world_size=1)
     assert loader.plan.rows == len(starts)
     seen = []
     for _, _, batch in steps(loader, epoch=1):
@@ -101,7 +101,7 @@ def test_every_valid_sample_is_read_once_with_its_rows(tmp_path, length, stride,
         assert bool((batch["id"].diff(dim=1) == 1).all())
         seen += batch["id"][batch["weight"] > 0][:, 0].tolist()
     assert sorted(seen) == starts
-    in_order = Loader(shards, config, rank=0, world_size=1, shuffle=False)
+    in_order = ShardLoader(shards, config, rank=0, world_size=1, shuffle=False)
     b, cuts = 3, [i * len(starts) // 4 for i in range(5)]
     for step, _, batch in steps(in_order):
         places = [cuts[s] + step * b + i for s in range(4) for i in range(b) if cuts[s] + step * b + i < cuts[s + 1]]
@@ -142,7 +142,7 @@ def test_a_ledger_over_ranks_and_resumes_is_that_of_one_rank_that_did_not_stop(t
     config = settings(sequence_length=4, sequence_group="device", sequence_order="time", seed=7)
 
     def loaders(world_size):
-        return [Loader(shards, config, rank=r, world_size=world_size) for r in range(world_size)]
+        return [ShardLoader(shards, config, rank=r, world_size=world_size) for r in range(world_size)]
 
     whole = steps(loaders(1)[0], epoch=3)
     assert len(whole) > 15
@@ -248,7 +248,7 @@ def test_datasets_of_others_have_sequences_in_the_order_of_their_files(tmp_path)
         pq.write_table(pa.table({"id": ids, "device": ids // 20}), tmp_path / f"{number}.parquet", row_group_size=4)
     config = settings(features=("id",), label=None, sequence_length=6, sequence_group="device")
     shards = open_parquet(str(tmp_path), config.stored_columns, data=config.data)
-    loader = Loader(shards, config, rank=0, world_size=1)
+    loader = ShardLoader(shards, config, rank=0, world_size=1)
     seen = [int(i) for _, _, batch in steps(loader) for i in batch["id"][batch["weight"] > 0][:, 0]]
     assert sorted(seen) == [*range(15), *range(20, 35)]
 

@@ -17,7 +17,7 @@ from spark_dl.data.columns.types import Lookup
 from spark_dl.data.dataset.records import Shard
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.external.files import filter_rows
-from spark_dl.data.load.loader import Loader
+from spark_dl.data.load.loader import ShardLoader
 from spark_dl.data.petastorm.metadata import write_common_metadata
 from spark_dl.data.petastorm.unischema import Codec, Field, Unischema
 from spark_dl.data.plan import Segment
@@ -113,7 +113,7 @@ def rows_of(url, encode, *, split="all", **fields):
     config = make_config(features=("x",), label="id", encode=encode, ragged="offsets", global_batch_size=20, **fields)
     shards = filter_rows(open_parquet(url, ["x", "id"], data=config.data), config)
     found = {}
-    for step in Loader(shards, config, rank=0, world_size=1, split=split).epoch(0):
+    for step in ShardLoader(shards, config, rank=0, world_size=1, split=split).epoch(0):
         for batch in step.micro_batches:
             for row in np.flatnonzero(batch["weight"].numpy()):
                 cell = batch["x"]

@@ -8,7 +8,7 @@ import pytest
 from spark_dl import Data
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.external.files import filter_rows
-from spark_dl.data.load.loader import Loader
+from spark_dl.data.load.loader import ShardLoader
 from spark_dl.data.plan import Segment
 from spark_dl.data.read.rows import Rows
 from spark_dl.data.read.shard_file import SLICE_BYTES
@@ -44,7 +44,7 @@ def write(path, x):
 
 def rows_of(shards, config, **options):
     """The rows of an epoch by name, in the order of their ids."""
-    loader = Loader(shards, config, rank=0, world_size=1, **options)
+    loader = ShardLoader(shards, config, rank=0, world_size=1, **options)
     batches = [m for step in loader.epoch(0) for m in step.micro_batches]
     found = {n: np.concatenate([b[n].numpy()[b["weight"].numpy() == 1] for b in batches]) for n in batches[0]}
     order = np.argsort(found["id"])
@@ -114,7 +114,7 @@ def test_ragged_rows_have_their_values(tmp_path, how, streams, fraction, filters
     shards = filter_rows(open_parquet(str(tmp_path), ["x", "pairs", "id"], data=settings.data), settings)
     found = {}
     for split in ("train", "validation") if fraction else ("all",):
-        loader = Loader(shards, settings, rank=0, world_size=1, split=split)
+        loader = ShardLoader(shards, settings, rank=0, world_size=1, split=split)
         for step in loader.epoch(0):
             for batch in step.micro_batches:
                 for row in np.flatnonzero(batch["weight"].numpy()):
@@ -133,7 +133,7 @@ def test_a_column_may_have_a_name_that_looks_like_a_field_of_a_ragged_one(tmp_pa
         global_batch_size=2,
     )  # fmt: skip
     shards = open_parquet(str(tmp_path), ["x"], data=settings.data)
-    (step,) = Loader(shards, settings, rank=0, world_size=1).epoch(0)
+    (step,) = ShardLoader(shards, settings, rank=0, world_size=1).epoch(0)
     assert step.micro_batches[0]["x"].tolist() == [1, 2, 3, 4, 5]
 
 

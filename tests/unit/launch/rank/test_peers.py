@@ -10,7 +10,7 @@ import torch.distributed as dist
 from spark_dl import Launch
 from spark_dl.launch.rank import gpus
 from spark_dl.launch.rank.peers import (
-    Peer,
+    TaskRecord,
     VersionError,
     backend_of,
     check_peers,
@@ -27,7 +27,9 @@ from spark_dl.launch.rank.peers import (
 def peers(hosts, **different):
     """A peer for each host, in the order of their partitions; `different` gives values by partition."""
     same = {"address": "10.0.0.1", "python": "3.11.7", "torch": "2.6.0", "spark_dl": "0.1.0"}
-    found = [Peer(partition=i, host=host, executor=f"{host}:7", pid=100 + i, **same) for i, host in enumerate(hosts)]
+    found = [
+        TaskRecord(partition=i, host=host, executor=f"{host}:7", pid=100 + i, **same) for i, host in enumerate(hosts)
+    ]
     for what, values in different.items():
         found = [dataclasses.replace(p, **{what: v}) for p, v in zip(found, values, strict=True)]
     return found

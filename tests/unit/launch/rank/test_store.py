@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from spark_dl import channel
 from spark_dl.channel import Address, connect
-from spark_dl.launch.rank.store import RankStore, Server
+from spark_dl.launch.rank.store import RankStore, StoreServer
 from tests.builders import rogues
 
 SECRET = bytes(range(32))
@@ -29,7 +29,7 @@ LONG = datetime.timedelta(seconds=20)
 @pytest.fixture
 def address():
     listener = socket.create_server(("127.0.0.1", 0))
-    server = Server(listener, SECRET)
+    server = StoreServer(listener, SECRET)
     yield Address("127.0.0.1", listener.getsockname()[1], SECRET)
     server.close()
 
@@ -125,7 +125,7 @@ def test_gloo_uses_it(address):
 
 def test_a_client_learns_at_once_that_the_server_has_gone(address):
     listener = socket.create_server(("127.0.0.1", 0))
-    server = Server(listener, SECRET)
+    server = StoreServer(listener, SECRET)
     client = RankStore(Address("127.0.0.1", listener.getsockname()[1], SECRET), LONG)
     threading.Timer(0.3, server.close).start()
     start = time.monotonic()
@@ -137,7 +137,7 @@ def test_a_client_learns_at_once_that_the_server_has_gone(address):
 def test_an_answer_on_its_way_arrives_though_the_server_closes():
     for _ in range(20):
         listener = socket.create_server(("127.0.0.1", 0))
-        server = Server(listener, SECRET)
+        server = StoreServer(listener, SECRET)
         own, other = (RankStore(Address("127.0.0.1", listener.getsockname()[1], SECRET), LONG) for _ in range(2))
 
         def leave(own=own, server=server):

@@ -12,7 +12,7 @@ from spark_dl.parallel.cost.cost import (
     BLOCK_BYTES,
     BY_SPARK,
     METHODS,
-    Exchange,
+    ExchangeSize,
     Network,
     Point,
     cost,
@@ -112,7 +112,7 @@ def pass_messages(rounds, num_blocks, ranks):
 def test_work_is_what_passing_the_messages_takes(method, ranks):
     rounds, num_blocks = SCHEDULES[method](ranks)
     counted = pass_messages(rounds, num_blocks, ranks)
-    found = dataclasses.asdict(work(Exchange(method, ranks, N)))
+    found = dataclasses.asdict(work(ExchangeSize(method, ranks, N)))
     assert {name: found[name] for name in counted} == pytest.approx(counted)
 
 
@@ -129,7 +129,7 @@ def test_parameter_server_s_work_is_what_passing_its_messages_takes(workers, ser
             at_worker[w] += part
             num_messages += 1
     assert set(at_worker) == {N}
-    found = work(Exchange("parameter_server", workers + servers, N, servers=servers))
+    found = work(ExchangeSize("parameter_server", workers + servers, N, servers=servers))
     assert found.messages == 2 * rounds  # gradients one way, weights the other
     assert found.link_bytes == pytest.approx(2 * rounds * part)
     assert found.touched_bytes == pytest.approx(at_server.max())
@@ -139,9 +139,9 @@ def test_parameter_server_s_work_is_what_passing_its_messages_takes(workers, ser
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_figures_of_the_literature(ranks):
-    assert work(Exchange("ring", ranks, N)).bytes_per_rank == pytest.approx(2 * N * (ranks - 1) / ranks)
+    assert work(ExchangeSize("ring", ranks, N)).bytes_per_rank == pytest.approx(2 * N * (ranks - 1) / ranks)
     if ranks > 1:
-        assert work(Exchange("parameter_server", ranks, N)).link_bytes == pytest.approx(2 * N * (ranks - 1))
+        assert work(ExchangeSize("parameter_server", ranks, N)).link_bytes == pytest.approx(2 * N * (ranks - 1))
 
 
 def test_one_server_for_256_workers_needs_73_gigabytes_per_second():
@@ -173,7 +173,7 @@ def test_tree_reduce_s_traffic_is_that_of_its_blocks(ranks, depth):
                 sent += (i != (reducer + shift) % ranks) / ranks
         at_busiest.append(fan_in.max())
     copies = driver_copies(ranks, N)
-    found = work(Exchange("tree_reduce", ranks, N, depth=depth))
+    found = work(ExchangeSize("tree_reduce", ranks, N, depth=depth))
     assert found.bytes_per_rank * ranks == pytest.approx((sent + levels[-1] + ranks - copies) * N)
     received = [copies, sum(at_busiest) * (ranks - 1) / ranks, levels[-1]]
     assert found.link_bytes == pytest.approx(sum(received) * N)
@@ -187,7 +187,7 @@ def test_shuffle_reduce_s_traffic_is_that_of_its_blocks(ranks):
     block = N / ranks
     sent = sum(block for of in range(ranks) for to in range(ranks) if of != to) + ranks * block  # ... and to the driver
     copies = driver_copies(ranks, N)
-    found = work(Exchange("shuffle_reduce", ranks, N))
+    found = work(ExchangeSize("shuffle_reduce", ranks, N))
     assert found.bytes_per_rank * ranks == pytest.approx(sent + (ranks - copies) * N)
     assert found.link_bytes == pytest.approx((ranks - 1) * block + ranks * block + copies * N)
 
@@ -225,7 +225,7 @@ def test_harmonic_numbers():
 @pytest.mark.parametrize("method", METHODS)
 def test_a_known_network_is_found_and_predicts_what_it_was_not_fitted_to(method):
     def points(ranks, sizes, rng):
-        exchanges = [Exchange(method, r, size) for r in ranks for size in sizes]
+        exchanges = [ExchangeSize(method, r, size) for r in ranks for size in sizes]
         return [Point(e, cost(e, NETWORK).seconds * (1 + rng.uniform(-0.05, 0.05))) for e in exchanges]
 
     rng = np.random.default_rng(0)
@@ -241,7 +241,7 @@ def errors_of(points, network):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_points_of_one_number_of_ranks_have_latency_not_overhead_but_in_spark(method):
-    exchanges = [Exchange(method, 4, size) for size in (1 << 10, 1 << 26)]
+    exchanges = [ExchangeSize(method, 4, size) for size in (1 << 10, 1 << 26)]
     fitted = fit([Point(e, cost(e, NETWORK).seconds) for e in exchanges])
     one, other = (fitted.overhead_s, fitted.alpha_s) if method in BY_SPARK else (fitted.alpha_s, fitted.overhead_s)
     assert one > 0 == other
@@ -251,7 +251,7 @@ def test_points_of_one_number_of_ranks_have_latency_not_overhead_but_in_spark(me
 def test_exact_points_are_explained_exactly(method):
     points = [
         Point(exchange, cost(exchange, NETWORK).seconds)
-        for exchange in (Exchange(method, r, size) for r in (2, 3, 8, 16) for size in (1 << 10, 1 << 18, 1 << 26))
+        for exchange in (ExchangeSize(method, r, size) for r in (2, 3, 8, 16) for size in (1 << 10, 1 << 18, 1 << 26))
     ]
     fitted = fit(points)
     assert max(errors_of(points, fitted)) < 1e-6
@@ -259,21 +259,21 @@ def test_exact_points_are_explained_exactly(method):
 
 
 def test_in_a_ring_bytes_sent_and_added_are_one():
-    exchanges = [Exchange("ring", r, size) for r in (2, 4, 8) for size in (1 << 10, 1 << 20, 1 << 24)]
+    exchanges = [ExchangeSize("ring", r, size) for r in (2, 4, 8) for size in (1 << 10, 1 << 20, 1 << 24)]
     fitted = fit([Point(e, cost(e, NETWORK).seconds) for e in exchanges])
     assert fitted.gamma_s_per_byte == 0
     assert 1 / fitted.bytes_per_s == pytest.approx(1 / NETWORK.bytes_per_s + NETWORK.gamma_s_per_byte / 2)
 
 
 def test_no_number_is_negative_where_plain_least_squares_would_have_one():
-    points = [Point(Exchange("ring", 2, size), seconds) for size, seconds in ((1e6, 0.9), (2e6, 2.1), (4e6, 4.5))]
+    points = [Point(ExchangeSize("ring", 2, size), seconds) for size, seconds in ((1e6, 0.9), (2e6, 2.1), (4e6, 4.5))]
     fitted = fit(points)
     assert fitted.overhead_s == fitted.alpha_s == 0
     assert 1e6 / 1.3 < fitted.bytes_per_s < 1e6 / 0.9
 
 
 def test_fit_says_what_is_wrong():
-    ring, tree = Point(Exchange("ring", 2, N), 1.0), Point(Exchange("tree", 2, N), 1.0)
+    ring, tree = Point(ExchangeSize("ring", 2, N), 1.0), Point(ExchangeSize("tree", 2, N), 1.0)
     for points, message in (([], "no points"), ([ring, tree], "ring.*tree"), ([Point(ring.exchange, 0.0)], "> 0")):
         with pytest.raises(ValueError, match=message):
             fit(points)
@@ -285,23 +285,23 @@ def test_fit_says_what_is_wrong():
 ])  # fmt: skip
 def test_exchange_says_what_is_wrong(arguments, message):
     with pytest.raises(ValueError, match=message):
-        Exchange(*arguments)
+        ExchangeSize(*arguments)
 
 
 def test_costs_add_up():
-    exchange = Exchange("ring", 4, 4e6)
+    exchange = ExchangeSize("ring", 4, 4e6)
     expected = 1e-3 + 6 * 1e-4 + 6e6 / 25e6 + 3e6 * 1e-9
     assert cost(exchange, NETWORK).seconds == pytest.approx(expected)
-    assert cost(Exchange("ring", 1, 4e6), NETWORK).seconds == NETWORK.overhead_s
+    assert cost(ExchangeSize("ring", 1, 4e6), NETWORK).seconds == NETWORK.overhead_s
     assert cost(exchange, dataclasses.replace(NETWORK, bytes_per_s=math.inf)).seconds == pytest.approx(expected - 0.24)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_buckets_have_their_own_calls_and_messages_and_the_same_bytes(method):
-    whole = work(Exchange(method, 4, 64e6))
+    whole = work(ExchangeSize(method, 4, 64e6))
     for bucket_bytes, buckets in ((64e6, 1), (25e6, 3), (1e6, 64)):
-        cut = work(Exchange(method, 4, 64e6, bucket_bytes=bucket_bytes))
+        cut = work(ExchangeSize(method, 4, 64e6, bucket_bytes=bucket_bytes))
         assert cut == dataclasses.replace(whole, calls=buckets * whole.calls, messages=buckets * whole.messages)
-    assert work(Exchange(method, 4, 0.0, bucket_bytes=25e6)) == work(Exchange(method, 4, 0.0))
+    assert work(ExchangeSize(method, 4, 0.0, bucket_bytes=25e6)) == work(ExchangeSize(method, 4, 0.0))
     with pytest.raises(ValueError, match="bucket_bytes: expected more than 0, found 0"):
-        Exchange(method, 4, 1e6, bucket_bytes=0)
+        ExchangeSize(method, 4, 1e6, bucket_bytes=0)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from spark_dl.parallel.exchange.rounds import (
-    Message,
     Round,
+    RoundMessage,
     cut_rounds,
     elements_sent,
     halving_doubling_rounds,
@@ -173,10 +173,10 @@ def test_numbers_of_rounds(world_size):
 
 def test_ring_of_three():
     assert ring_rounds(0, 3, 7) == [  # chunks are 0:2, 2:4 and 4:7
-        Round(send=Message(1, 0, 2), receive=Message(2, 4, 7), adds=True),
-        Round(send=Message(1, 4, 7), receive=Message(2, 2, 4), adds=True),
-        Round(send=Message(1, 2, 4), receive=Message(2, 0, 2)),
-        Round(send=Message(1, 0, 2), receive=Message(2, 4, 7)),
+        Round(send=RoundMessage(1, 0, 2), receive=RoundMessage(2, 4, 7), adds=True),
+        Round(send=RoundMessage(1, 4, 7), receive=RoundMessage(2, 2, 4), adds=True),
+        Round(send=RoundMessage(1, 2, 4), receive=RoundMessage(2, 0, 2)),
+        Round(send=RoundMessage(1, 0, 2), receive=RoundMessage(2, 4, 7)),
     ]
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from spark_dl.parallel.cost.cost import Network
 from spark_dl.parallel.mesh.dims import Dims
-from spark_dl.parallel.mesh.planner.records import GPIPE, ONE_F_ONE_B, STATES, Cluster, Layer, Seconds
+from spark_dl.parallel.mesh.planner.records import GPIPE, ONE_F_ONE_B, STATES, Cluster, LayerProfile, Seconds
 from spark_dl.parallel.mesh.planner.search import Problem, choices, least_memory, plan_of, search
-from spark_dl.parallel.mesh.planner.stages import Segments, Stages, step_s
+from spark_dl.parallel.mesh.planner.stages import Segments, StageCosts, step_s
 from tests.builders import chains
 
 GIB = 2**30
@@ -19,7 +19,7 @@ def by_brute_force(problem):
     """The shortest step of each mesh: every choice with every cut."""
     segments, found = Segments(problem.layers, problem.cluster.within), {}
     for choice in choices(problem):
-        cost = functools.cache(Stages(problem.layers, problem.cluster, problem.states, choice, segments).cost)
+        cost = functools.cache(StageCosts(problem.layers, problem.cluster, problem.states, choice, segments).cost)
         for inner in itertools.combinations(range(1, len(problem.layers)), choice.dims.pipeline - 1):
             bounds = itertools.pairwise((0, *inner, len(problem.layers)))
             stages = [cost(i, start, end) for i, (start, end) in enumerate(bounds)]
@@ -59,7 +59,7 @@ def test_no_other_plan_needs_less_memory(seed):
     problem = chains.problem(random.Random(seed), most_layers=6, most_ranks=4)
     held, segments = [], Segments(problem.layers, problem.cluster.within)
     for choice in choices(problem):
-        stages = Stages(problem.layers, problem.cluster, problem.states, choice, segments)
+        stages = StageCosts(problem.layers, problem.cluster, problem.states, choice, segments)
         for inner in itertools.combinations(range(1, len(problem.layers)), choice.dims.pipeline - 1):
             bounds = itertools.pairwise((0, *inner, len(problem.layers)))
             held.append(max(stages.least_memory(i, *at).memory.total for i, at in enumerate(bounds)))
@@ -68,7 +68,7 @@ def test_no_other_plan_needs_less_memory(seed):
 
 
 def chain(count, *, parameter_bytes=0, **changes):
-    layer = Layer("", Seconds(0, 1e-3), Seconds(0, 2e-3), parameter_bytes)
+    layer = LayerProfile("", Seconds(0, 1e-3), Seconds(0, 2e-3), parameter_bytes)
     return tuple(dataclasses.replace(layer, name=f"layer{i}", **changes) for i in range(count))
 
 

@@ -4,12 +4,12 @@ import pytest
 
 from spark_dl.parallel.cost.cost import Network, all_gather_s, all_reduce_s, reduce_scatter_s, send_s
 from spark_dl.parallel.mesh.dims import Dims
-from spark_dl.parallel.mesh.planner.records import GPIPE, ONE_F_ONE_B, STATES, Cluster, Layer, Seconds, held
-from spark_dl.parallel.mesh.planner.stages import Choice, Segments, Stages
+from spark_dl.parallel.mesh.planner.records import GPIPE, ONE_F_ONE_B, STATES, Cluster, LayerProfile, Seconds, held
+from spark_dl.parallel.mesh.planner.stages import PlanChoice, Segments, StageCosts
 
 NETWORK = Network(1e-3, 1e6)
 LAYERS = tuple(
-    Layer(f"layer{i}", Seconds(0.5, 1.0), Seconds(0, 2.0), 4000 * (i + 1), output_bytes=1e6, kept_bytes=10)
+    LayerProfile(f"layer{i}", Seconds(0.5, 1.0), Seconds(0, 2.0), 4000 * (i + 1), output_bytes=1e6, kept_bytes=10)
     for i in range(4)
 )
 WEIGHTS = 4000 * 10
@@ -17,8 +17,8 @@ WEIGHTS = 4000 * 10
 
 def stages(dims, *, zero_stage=0, schedule=ONE_F_ONE_B, micro_batches=4, rows=2, layers=LAYERS, memory=float("inf")):
     cluster = Cluster(dims[0] * dims[1] * dims[2], 1, NETWORK, NETWORK, memory)
-    choice = Choice(Dims(*dims), zero_stage, schedule, micro_batches, rows)
-    return Stages(layers, cluster, STATES["adam"], choice, Segments(layers, NETWORK))
+    choice = PlanChoice(Dims(*dims), zero_stage, schedule, micro_batches, rows)
+    return StageCosts(layers, cluster, STATES["adam"], choice, Segments(layers, NETWORK))
 
 
 def test_a_stage_computes_and_exchanges_with_its_neighbors():
@@ -71,8 +71,8 @@ def test_without_pipeline_gradients_are_sent_during_the_backward_pass(zero_stage
     collective = reduce_scatter_s if zero_stage else all_reduce_s
 
     def exposed(network):
-        choice, cluster = Choice(Dims(1, 2, 1), zero_stage, ONE_F_ONE_B, 1, 2), Cluster(2, 1, network, network)
-        found = Stages(LAYERS, cluster, STATES["adam"], choice, Segments(LAYERS, network)).cost(0, 0, 4)
+        choice, cluster = PlanChoice(Dims(1, 2, 1), zero_stage, ONE_F_ONE_B, 1, 2), Cluster(2, 1, network, network)
+        found = StageCosts(LAYERS, cluster, STATES["adam"], choice, Segments(LAYERS, network)).cost(0, 0, 4)
         gather_s = all_gather_s(2, WEIGHTS, network) if zero_stage else 0
         return (found.zero_backward_s if zero_stage == 2 else 0) + found.sync_s - gather_s
 
@@ -83,7 +83,7 @@ def test_without_pipeline_gradients_are_sent_during_the_backward_pass(zero_stage
 
 
 def test_if_the_fastest_tensor_plan_does_not_fit_the_smallest_is_taken():
-    layers = (Layer("a", Seconds(0, 1e-6), Seconds(0, 1e-6), 40_000, 1e6, 0, ("colwise",)),)
+    layers = (LayerProfile("a", Seconds(0, 1e-6), Seconds(0, 1e-6), 40_000, 1e6, 0, ("colwise",)),)
     fast, small = (stages((1, 1, 2), layers=layers, memory=memory) for memory in (float("inf"), 100_000))
     assert fast.cost(0, 0, 1).segment.kinds == ("replicated",)
     assert small.cost(0, 0, 1).segment.kinds == ("colwise",)
@@ -92,7 +92,7 @@ def test_if_the_fastest_tensor_plan_does_not_fit_the_smallest_is_taken():
 
 
 def test_the_gradients_of_layers_in_sequence_parallelism_are_summed_over_tensor_ranks():
-    layers = (Layer("norm", Seconds(0, 100.0), Seconds(0, 100.0), 4000, 8.0, 0, ("sequence",)),)
+    layers = (LayerProfile("norm", Seconds(0, 100.0), Seconds(0, 100.0), 4000, 8.0, 0, ("sequence",)),)
     found = stages((1, 1, 2), layers=layers).cost(0, 0, 1)
     assert found.segment.kinds == ("sequence",)
     assert found.sync_s == pytest.approx(all_reduce_s(2, 4000, NETWORK))

@@ -4,7 +4,7 @@ import random
 import pytest
 
 from spark_dl.parallel.cost.cost import Network, all_gather_s, all_reduce_s, reduce_scatter_s
-from spark_dl.parallel.mesh.planner.records import REPLICATED, Layer, Seconds
+from spark_dl.parallel.mesh.planner.records import REPLICATED, LayerProfile, Seconds
 from spark_dl.parallel.mesh.planner.stages import TensorChain, fastest, smallest
 from tests.builders import chains
 
@@ -12,7 +12,9 @@ NETWORK = Network(1e-5, 1e9)
 
 
 def layer(*kinds, compute_s=1.0, parameter_bytes=100, output_bytes=1e6, kept_bytes=10.0):
-    return Layer("", Seconds(0, compute_s), Seconds(0, 2 * compute_s), parameter_bytes, output_bytes, kept_bytes, kinds)
+    return LayerProfile(
+        "", Seconds(0, compute_s), Seconds(0, 2 * compute_s), parameter_bytes, output_bytes, kept_bytes, kinds
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from spark_dl.parallel.mesh.planner.pipedream import State, chain, plan, stage_s
+from benchmarks.literature.pipedream_cuts import State, chain, plan, stage_s
 
 
 def by_brute_force(states, workers, rate):

@@ -41,6 +41,7 @@ _CONNECT_TIMEOUT_S = 10.0
 _PROOF_S = 60.0
 MEETING_S = 10.0
 """How long ranks wait for the others in the driver's listener, before all of them use Spark's `allGather`."""
+_CLOSE_S = 2.0
 _ACCEPT_AGAIN_S = 0.1
 """How long to wait after a connection could not be taken, for example as too many files are open."""
 _QUESTION_BYTES = 32
@@ -60,25 +61,65 @@ class Address:
     secret: bytes
 
 
-def accept_all(
-    listener: socket.socket, connections: set[connection.Connection], serve: Callable[..., None], name: str
-) -> None:
-    """Serves each connection in a thread of this name, until the socket is closed. Adds the connections to a set."""
-    is_said = False
-    while True:
-        try:
-            sock, _ = listener.accept()
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            conn = connection.Connection(sock.detach())
-            connections.add(conn)
-            threading.Thread(target=serve, args=(conn,), name=name, daemon=True).start()
-        except (OSError, RuntimeError) as error:  # RuntimeError: no more threads
-            if listener.fileno() < 0 or getattr(error, "errno", None) in (errno.EBADF, errno.EINVAL):
-                return
-            if not is_said:
-                _log.warning("%s: cannot take a connection: %s; trying again (see `ulimit -n`)", name, error)
-            is_said = True
-            time.sleep(_ACCEPT_AGAIN_S)
+class Server:
+    """Serves clients that prove that they know the secret, each in a thread, on a socket that is bound and listens.
+
+    A connection is closed when `serve` returns, and when it raises as the client has gone or sends no messages of ours.
+
+    Args:
+        name: of the threads, and in messages.
+    """
+
+    def __init__(
+        self, listener: socket.socket, secret: bytes, serve: Callable[[connection.Connection], None], name: str
+    ):
+        self._listener, self._secret, self._serve, self._name = listener, secret, serve, name
+        self._connections: set[connection.Connection] = set()
+        self._thread = threading.Thread(target=self._accept, name=f"{name} listener", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Closes the port. Connections stay open."""
+        with contextlib.suppress(OSError):  # wakes the thread that accepts
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def close(self) -> None:
+        """Closes the port and all connections."""
+        self.stop()
+        for conn in list(self._connections):
+            shut(conn)
+        self._thread.join(_CLOSE_S)
+
+    def take(self, conn: connection.Connection) -> socket.socket:
+        """Returns a socket of a connection, which stays open when `serve` returns, and on `close`."""
+        self._connections.discard(conn)
+        return _socket_of(conn)
+
+    def _accept(self) -> None:
+        is_said = False
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                conn = connection.Connection(sock.detach())
+                self._connections.add(conn)
+                threading.Thread(target=self._serve_client, args=(conn,), name=self._name, daemon=True).start()
+            except (OSError, RuntimeError) as error:  # RuntimeError: no more threads
+                if self._listener.fileno() < 0 or getattr(error, "errno", None) in (errno.EBADF, errno.EINVAL):
+                    return
+                if not is_said:
+                    _log.warning("%s: cannot take a connection: %s; trying again (see `ulimit -n`)", self._name, error)
+                is_said = True
+                time.sleep(_ACCEPT_AGAIN_S)
+
+    def _serve_client(self, conn: connection.Connection) -> None:
+        with conn, contextlib.suppress(OSError, EOFError, ValueError, KeyError, TypeError):
+            try:
+                if _authenticate(conn, self._secret):
+                    self._serve(conn)
+            finally:
+                self._connections.discard(conn)
 
 
 def connect(address: Address, proof_s: float = _PROOF_S, *, lost_s: float = math.inf) -> connection.Connection:
@@ -123,7 +164,7 @@ def _open(address: Address, lost_s: float) -> connection.Connection:
     return connection.Connection(sock.detach())
 
 
-def authenticate(conn: connection.Connection, secret: bytes) -> bool:
+def _authenticate(conn: connection.Connection, secret: bytes) -> bool:
     """Authenticates a client in bounded time. The connection of a client that sends nothing is closed."""
     timer = threading.Timer(_AUTH_TIMEOUT_S, shut, (conn,))
     timer.daemon = True
@@ -185,23 +226,24 @@ class Port:
     """
 
     def __init__(self, world: World, name: str, title: str):
-        self._title, self._token = title, secrets.token_hex(32)
-        self._clients: set[connection.Connection] = set()
-        self._listener = socket.socket(socket.AF_INET6 if ":" in world.address else socket.AF_INET)
-        self._listener.bind((world.address, 0))
-        self._listener.listen(1024)
-        about = {"address": world.address, "port": self._listener.getsockname()[1], "host": world.host}
-        world.store.set(name, json.dumps({**about, "title": title, "token": self._token}))
+        self._title, token = title, secrets.token_hex(32)
+        listener = socket.socket(socket.AF_INET6 if ":" in world.address else socket.AF_INET)
+        listener.bind((world.address, 0))
+        listener.listen(1024)
+        about = {"address": world.address, "port": listener.getsockname()[1], "host": world.host}
+        self._arrived: queue.Queue[Peer] = queue.Queue()
+        self._server = Server(listener, token.encode(), self._let_in, "spark_dl port")
+        world.store.set(name, json.dumps({**about, "title": title, "token": token}))
 
     def __enter__(self) -> Port:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        with contextlib.suppress(OSError):  # wakes the thread that accepts
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for conn in list(self._clients):  # not let in
-            shut(conn)
+        self._server.close()
+
+    def _let_in(self, conn: connection.Connection) -> None:
+        hello = json.loads(conn.recv_bytes(_MAX_HELLO))
+        self._arrived.put(Peer(int(hello["rank"]), str(hello["host"]), self._server.take(conn)))
 
     def accept(self, expected: Iterable[int], timeout_s: float) -> list[Peer]:
         """Waits for the connections of the expected ranks, and returns them. The ranks wait until all have connected.
@@ -210,24 +252,11 @@ class Port:
         Raises RuntimeError that names the ranks that do not connect within `timeout_s`.
         """
         missing, end = set(expected), time.monotonic() + timeout_s
-        arrived: queue.Queue[Peer] = queue.Queue()
-
-        def let_in(conn: connection.Connection) -> None:
-            with contextlib.suppress(OSError, EOFError, ValueError, KeyError, TypeError), conn:
-                is_rank = authenticate(conn, self._token.encode())
-                hello = json.loads(conn.recv_bytes(_MAX_HELLO)) if is_rank else {}
-                self._clients.discard(conn)  # before it arrives, as `__exit__` shuts down those that are left
-                if is_rank:
-                    arrived.put(Peer(int(hello["rank"]), str(hello["host"]), _socket_of(conn)))
-            self._clients.discard(conn)
-
-        arguments = (self._listener, self._clients, let_in, "spark_dl port")
-        threading.Thread(target=accept_all, args=arguments, name="spark_dl port", daemon=True).start()
         peers: list[Peer] = []
         with contextlib.ExitStack() as on_error:
             while missing:
                 try:
-                    peer = arrived.get(timeout=max(0.001, end - time.monotonic()))
+                    peer = self._arrived.get(timeout=max(0.001, end - time.monotonic()))
                 except queue.Empty:
                     raise RuntimeError(
                         f"ranks {sorted(missing)} did not connect to {self._title} within {timeout_s:g} s "

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from multiprocessing import connection
 from typing import Any
 
-from spark_dl.channel import CRASH, MAX_FRAME, MEETING_S, Address, accept_all, authenticate, shut
+from spark_dl.channel import CRASH, MAX_FRAME, MEETING_S, Address, Server
 from spark_dl.launch.failures.rank_state import RankMemory, RankProgress, Status
 from spark_dl.world import local_address
 
@@ -31,7 +31,6 @@ _CRASH_WAIT_S = 1.0
 """How long a lost connection waits for what the process has written about its end."""
 _LEAVE = b"null"
 """The answer to ranks that shall use `allGather`, as some ranks cannot reach the driver."""
-_CLOSE_S = 2.0
 
 Known = Mapping[int, Mapping[str, Any]]
 """The reports of each task about itself."""
@@ -51,13 +50,11 @@ class Listener:
         """
         self._meeting = _Meeting(num_ranks, meeting_s)
         self.events: queue.Queue[dict[str, Any]] = queue.Queue()
-        self._secret = os.urandom(32)
         bound = local_address(bind_host)
-        self._socket = socket.socket(socket.AF_INET6 if ":" in bound else socket.AF_INET)
-        self._socket.bind((bound, 0))
-        self._socket.listen(1024)
-        self.address = Address(public_host or bind_host, self._socket.getsockname()[1], self._secret)
-        self._connections: set[connection.Connection] = set()
+        listener = socket.socket(socket.AF_INET6 if ":" in bound else socket.AF_INET)
+        listener.bind((bound, 0))
+        listener.listen(1024)
+        self.address = Address(public_host or bind_host, listener.getsockname()[1], os.urandom(32))
         self._asking: dict[int, connection.Connection] = {}
         """Connections of the tasks that wait for an answer."""
         self._heard: dict[int, float] = {}
@@ -70,8 +67,7 @@ class Listener:
         """By task: set when the connection for what the handler of a signal writes has ended."""
         self.memories: dict[int, RankMemory] = {}
         """The memory of each task, by its last heartbeat."""
-        self._thread = threading.Thread(target=self._accept, name="spark_dl listener", daemon=True)
-        self._thread.start()
+        self._server = Server(listener, self.address.secret, self._serve, "spark_dl events")
 
     def silence(self) -> dict[int, float]:
         """Returns the seconds since the last event or heartbeat, by task, of connected tasks that have not ended."""
@@ -96,22 +92,12 @@ class Listener:
 
     def close(self) -> None:
         """Stops listening and closes all connections."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
         self._meeting.close()
-        for conn in list(self._connections):
-            shut(conn)
-        self._thread.join(_CLOSE_S)
-
-    def _accept(self) -> None:
-        accept_all(self._socket, self._connections, self._serve, "spark_dl events")
+        self._server.close()
 
     def _serve(self, conn: connection.Connection) -> None:
         task: int | None = None
         try:
-            if not authenticate(conn, self._secret):
-                return
             while True:
                 event = json.loads(conn.recv_bytes(MAX_FRAME))
                 if event["kind"] == CRASH:
@@ -140,9 +126,6 @@ class Listener:
                     crash.wait(_CRASH_WAIT_S)
                 self._heard.pop(task, None)
                 self.events.put({"kind": "lost", "task": task, "time": time.time()})
-        finally:
-            self._connections.discard(conn)
-            conn.close()
 
     def _take_crash(self, conn: connection.Connection, task: int) -> None:
         """Waits for what the handler of a signal writes before the process of a task ends."""

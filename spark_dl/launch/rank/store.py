@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from spark_dl.channel import Address, accept_all, authenticate, connect, shut
+from spark_dl.channel import Address, Server, connect
 
 _MAX_MESSAGE = 1 << 28
 _LAST_ANSWERS_S = 2.0
@@ -33,39 +33,23 @@ class StoreServer:
     """Serves the store on a bound socket, with a thread for each connection. In the process of one rank."""
 
     def __init__(self, listener: socket.socket, secret: bytes):
-        self._listener, self._secret = listener, secret
         self._values: dict[str, bytes] = {}
         self._changed, self._is_closed = threading.Condition(), False
         self._num_asked = 0
         """Requests whose answers have not been sent."""
-        self._connections: set[connection.Connection] = set()
-        threading.Thread(target=self._accept, name="spark_dl store", daemon=True).start()
+        self._server = Server(listener, secret, self._serve, "spark_dl store")
 
     def close(self) -> None:
         """Closes the port and all connections. Clients that wait get an error."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._server.stop()
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
             # The last rank to leave has told so, and waits for the answer.
             self._changed.wait_for(lambda: self._num_asked == 0, _LAST_ANSWERS_S)
-        for conn in list(self._connections):
-            shut(conn)
-
-    def _accept(self) -> None:
-        accept_all(self._listener, self._connections, self._serve, "spark_dl store")
+        self._server.close()
 
     def _serve(self, conn: connection.Connection) -> None:
-        with conn, contextlib.suppress(OSError, EOFError, ValueError, KeyError, TypeError):
-            try:
-                if authenticate(conn, self._secret):
-                    self._serve_requests(conn)
-            finally:
-                self._connections.discard(conn)
-
-    def _serve_requests(self, conn: connection.Connection) -> None:
         while True:
             request = json.loads(conn.recv_bytes(_MAX_MESSAGE))
             with self._changed:

@@ -637,7 +637,7 @@ for file in files:
     os.close(file)
 print(listener.events.get(timeout=10)["kind"], flush=True)
 listener.close()
-print(sum(thread.name == "spark_dl listener" for thread in threading.enumerate()))
+print(sum(thread.name == "spark_dl events listener" for thread in threading.enumerate()))
 """
 
 

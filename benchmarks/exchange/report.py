@@ -59,6 +59,11 @@ class Section:
     lines: Sequence[str] = ()
     """Shown as they are."""
 
+    @property
+    def words(self) -> list[int]:
+        """Positions of the columns that are not numbers."""
+        return [i for i, column in enumerate(self.columns) if not column.is_number]
+
 
 def write_report(results: Mapping[str, Any], path: str | Path) -> None:
     """Writes the results as JSON, and the page `path` beside it. Called on the driver. Raises as `check` does."""

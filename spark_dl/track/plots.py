@@ -113,10 +113,15 @@ def check_replaceable(url: str, mark: str, what: str, *, key: str = "path") -> N
 
 
 def render_page(package: str, name: str, **values: Any) -> str:
-    """Fills in a template of a package. Values are escaped, except those that the template marks as safe."""
+    """Fills in a template of a package, which extends `page.html`. Values are escaped, unless it marks them as safe."""
     import jinja2
 
-    template = resources.files(package).joinpath(name).read_text(encoding="utf-8")
-    return (
-        jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template).render(values)
+    pages = {name: _read_template(package, name), "page.html": _read_template("spark_dl.track", "page.html")}
+    templates = jinja2.Environment(
+        loader=jinja2.DictLoader(pages), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
+    return templates.get_template(name).render(values)
+
+
+def _read_template(package: str, name: str) -> str:
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,78 @@
+"""The registry of column types: each source type has one record, and one record is all that a new type needs."""
+
+import datetime
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyspark.sql import types as t
+
+from spark_dl import Data
+from spark_dl.config.checks import ENCODINGS
+from spark_dl.data.columns import types
+from spark_dl.data.columns.types import TYPES, ColumnType, Leaf, type_of_arrow, type_of_spark
+from spark_dl.data.external.dataset import open_parquet
+from spark_dl.data.external.files import filter_rows
+from tests.builders.settings import make_config
+from tests.unit.data.external.test_dataset import columns_of
+
+SPARK = [
+    t.BooleanType(), t.ByteType(), t.ShortType(), t.IntegerType(), t.LongType(), t.FloatType(), t.DoubleType(),
+    t.DecimalType(9, 2), t.DateType(), t.TimestampType(), t.TimestampNTZType(), t.DayTimeIntervalType(),
+    t.StringType(), t.BinaryType(),
+]  # fmt: skip
+ARROW = [
+    pa.bool_(), pa.int8(), pa.uint64(), pa.float16(), pa.float64(), pa.decimal128(9, 2), pa.date32(), pa.date64(),
+    pa.timestamp("ns"), pa.timestamp("us", "UTC"), pa.duration("ms"), pa.string(), pa.large_string(), pa.binary(),
+    pa.large_binary(), pa.binary(3),
+]  # fmt: skip
+
+
+def test_every_supported_type_has_one_record():
+    assert [sum(each.of_spark(kind) is not None for each in TYPES) for kind in SPARK] == [1] * len(SPARK)
+    assert [sum(each.of_arrow(kind) is not None for each in TYPES) for kind in ARROW] == [1] * len(ARROW)
+    assert {choice for each in TYPES for choice in each.choices} == {*ENCODINGS}
+
+
+@pytest.mark.parametrize("kind", [t.MapType(t.StringType(), t.LongType()), t.YearMonthIntervalType(), t.NullType()])
+def test_other_types_of_spark_have_none(kind):
+    assert type_of_spark(kind) is None
+
+
+@pytest.mark.parametrize("kind", [pa.time64("us"), pa.null(), pa.struct([("a", pa.int8())]), pa.list_(pa.int8())])
+def test_other_types_of_arrow_have_none(kind):
+    assert type_of_arrow(kind) is None
+
+
+CLOCK = ColumnType(
+    "clock", "time of day", ("duration",), of_spark=lambda data_type: None,
+    of_arrow=lambda arrow: Leaf("int64", unit="us") if arrow == pa.time64("us") else None,
+    to_arrow=lambda column: pa.time64("us"),
+    to_numbers=lambda column, values, _: values.cast(pa.int64()).to_numpy(),
+    to_fill=lambda fill, arrow, unit: pa.scalar(datetime.time.fromisoformat(fill), arrow),
+    to_compare=lambda value, arrow: pa.array([datetime.time.fromisoformat(value)], arrow),
+)  # fmt: skip
+
+
+def test_one_record_is_enough_for_a_new_type(tmp_path, monkeypatch):
+    """Read, in arrays too, filtered and filled, and named among the types that are supported."""
+    times = [datetime.time(hour, 30) if hour % 3 else None for hour in range(24)]
+    pairs = [[datetime.time(hour), datetime.time(hour, 59)] for hour in range(24)]
+    columns = {"at": pa.array(times, pa.time64("us")), "pair": pa.array(pairs, pa.list_(pa.time64("us")))}
+    pq.write_table(pa.table({**columns, "id": np.arange(24)}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"'pair' has Parquet type list<.*time64.*, which cannot become a tensor"):
+        open_parquet(str(tmp_path), ["pair"])
+
+    monkeypatch.setattr(types, "TYPES", (*TYPES, CLOCK))
+    data = Data(features=("at", "pair", "id"), label=None, nulls="fill", fill={"at": "00:00:01"})
+    shards = open_parquet(str(tmp_path), data.columns, data=data)
+    rows = columns_of(shards, *data.columns)
+    order = np.argsort(rows["id"])
+    hour_us = 3600 * 10**6
+    assert rows["at"][order].tolist() == [int((hour + 0.5) * hour_us) if hour % 3 else 10**6 for hour in range(24)]
+    assert rows["pair"][order][5].tolist() == [5 * hour_us, 5 * hour_us + 59 * 60 * 10**6]
+    assert shards.columns[0].encoding.kind == "duration"
+    late = make_config(features=data.columns, label=None, filters=[("at", ">", "20:00")])
+    assert filter_rows(open_parquet(str(tmp_path), ["id"]), make_config(filters=[("id", ">", 20)])).rows == 3
+    assert filter_rows(shards, late).rows == 3  # 20, 22 and 23; nulls pass no filter

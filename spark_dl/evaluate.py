@@ -87,7 +87,7 @@ def evaluate_model(
     """
     call = call or (lambda function, batch: function(model, batch))
     metrics = build_metrics(spec, config)
-    own = None if spec.evaluation is None else spec.evaluation(model)
+    evaluation = None if spec.evaluation is None else spec.evaluation(model)
     for row_metric in metrics:
         row_metric.metric.to(world.device)
     is_counted = counts_elements(spec, config, loader.columns)
@@ -111,7 +111,7 @@ def evaluate_model(
                         if output is None or not counts:
                             continue
                         total[0] += loss_sum(spec, output, batch, config)
-                elif own is None:
+                elif evaluation is None:
                     output, losses = compute(
                         functools.partial(weighted_loss_sum, spec, model, batch, config, call=call)
                     )
@@ -120,7 +120,7 @@ def evaluate_model(
                     total[0] += losses.detach()
                 elif bool((batch["weight"] > 0).any()):
                     with torch.inference_mode(), autocast(batch, config):
-                        own.update(true_rows(batch, model))
+                        evaluation.update(true_rows(batch, model))
                 if metrics and output is None:  # these functions return none
                     output = compute(functools.partial(_output, spec, batch, config, call))
                 for row_metric in metrics:
@@ -129,18 +129,18 @@ def evaluate_model(
     sum_over_ranks(total)
     values = {row_metric.name: row_metric.compute() for row_metric in metrics}
     count = float(total[1]) if is_counted else loader.plan.rows
-    found = {"loss": float(total[0]) / count if count else math.nan} if own is None else own.compute()
-    if taken := sorted(found.keys() & values.keys()):
+    result = {"loss": float(total[0]) / count if count else math.nan} if evaluation is None else evaluation.compute()
+    if taken := sorted(result.keys() & values.keys()):
         raise ValueError(
             f"train.metrics, spec.metrics: spec.evaluation has a value {taken[0]!r}, too; rename one of them"
         )
-    return {**found, **values}
+    return {**result, **values}
 
 
 def _output(spec: ModelSpec, batch: Batch, config: Config, call: Call) -> Output:
     with autocast(batch, config):
-        found: Output = call(lambda model, batch: spec.output(model, batch, config.inputs), batch)
-        return found
+        output: Output = call(lambda model, batch: spec.output(model, batch, config.inputs), batch)
+        return output
 
 
 @contextlib.contextmanager

@@ -232,12 +232,12 @@ def _shards_of_rows(
     else:
         from spark_dl.data.store.store import store_shards
 
-        shards, found = store_shards(
+        shards, store_lease = store_shards(
             df, config.data, url, shards=config.shards, columns=config.stored_columns, run=url,
             reference_columns=reference_columns, before_commit=before_commit,
         )  # fmt: skip
-        if found is not None:
-            until_done.callback(found.release)
+        if store_lease is not None:
+            until_done.callback(store_lease.release)
             delete_dataset(url)  # an earlier attempt without the store may have written it
             storage.write_bytes(pointer, json.dumps({"url": shards.url}).encode())
     storage.write_bytes(storage.join(url, SOURCE), json.dumps(source).encode())

@@ -63,9 +63,9 @@ def check_elementwise(optimization: Optimization, known: Sequence[str]) -> None:
             is another one.
     """
     optimizer, name = optimization.optimizer, type(optimization.optimizer).__name__
-    own = inspect.unwrap(type(optimizer).step)
+    step = inspect.unwrap(type(optimizer).step)
     classes = [getattr(torch.optim, each) for each in known]
-    is_known = any(isinstance(optimizer, cls) and own is inspect.unwrap(cls.step) for cls in classes)
+    is_known = any(isinstance(optimizer, cls) and step is inspect.unwrap(cls.step) for cls in classes)
     if not is_known and not optimization.elementwise:
         raise ValueError(
             f"spec.optimizer: expected one of {', '.join(known)} with parallel.strategy='mesh', whose ranks have parts "
@@ -81,11 +81,11 @@ def trained_by(optimizer: Optimizer) -> list[Tensor]:
 
 def check_parameters(optimizer: Optimizer, model: nn.Module) -> None:
     """Raises ValueError if an optimizer has parameters that are not the model's, or none that requires a gradient."""
-    own = {id(parameter) for parameter in model.parameters()}
-    found = trained_by(optimizer)
-    if not all(id(parameter) in own for parameter in found):
+    of_model = {id(parameter) for parameter in model.parameters()}
+    trained = trained_by(optimizer)
+    if not all(id(parameter) in of_model for parameter in trained):
         raise ValueError("spec.optimizer: the optimizer has parameters that are not parameters of the model")
-    if not any(parameter.requires_grad for parameter in found):
+    if not any(parameter.requires_grad for parameter in trained):
         raise ValueError("spec.optimizer: no parameter of the optimizer requires a gradient; there is nothing to train")
 
 

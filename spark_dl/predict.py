@@ -146,10 +146,10 @@ def add_predictions(df: DataFrame, scorer: Scorer, added: dict[str, DataType]) -
     numbered = df.toDF(*(f"c{i}" for i in range(len(names))))
     sources = tuple(replace(s, path=(f"c{_place_of(s.path[0], names)}", *s.path[1:])) for s in sources)
     if not all(map(_has_arrow, schema.fields)):
-        found = _by_udf(numbered, scorer, sources, added)
+        predicted = _by_udf(numbered, scorer, sources, added)
     else:
-        found = _by_arrow(numbered, scorer, sources, added)
-    return found.toDF(*names, *added)
+        predicted = _by_arrow(numbered, scorer, sources, added)
+    return predicted.toDF(*names, *added)
 
 
 def _check_free(df: DataFrame, added: Sequence[str]) -> None:
@@ -157,9 +157,9 @@ def _check_free(df: DataFrame, added: Sequence[str]) -> None:
     is_exact = str(df.sparkSession.conf.get("spark.sql.caseSensitive", "false")).lower() == "true"
     taken = {name if is_exact else name.lower(): name for name in df.columns}
     for name in added:
-        if (found := taken.get(name if is_exact else name.lower())) is not None:
+        if (other := taken.get(name if is_exact else name.lower())) is not None:
             raise ValueError(
-                f"the DataFrame already has a column {found!r}, and spec.predict returns {name!r}; rename one of them"
+                f"the DataFrame already has a column {other!r}, and spec.predict returns {name!r}; rename one of them"
             )
 
 
@@ -198,8 +198,8 @@ def _by_arrow(
         for batch in batches:
             if batch.num_rows:
                 # One batch for each: Spark reports an error for a task that it ends early, as it has enough rows.
-                found = score(batch)
-                arrays = [*batch.columns, *(found[name] for name in columns)]
+                scored = score(batch)
+                arrays = [*batch.columns, *(scored[name] for name in columns)]
                 yield pa.RecordBatch.from_arrays(arrays, names=[*batch.schema.names, *names])
 
     return numbered.mapInArrow(run_predict, out)

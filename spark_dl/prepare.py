@@ -113,8 +113,8 @@ def prepare_run(
                 check_training(spec, run.train, config, saved)
                 run = replace(run, config=fit_mesh(spec, run.train, config, saved))
             # Only now, so that an earlier run is not deleted for invalid data.
-            own = [*datasets.written, *_urls(train), *_urls(validation_shards)]
-            run_folder.take_over(run, overwrite=overwrite, keep=own)
+            kept_urls = [*datasets.written, *_urls(train), *_urls(validation_shards)]
+            run_folder.take_over(run, overwrite=overwrite, keep=kept_urls)
             _log.info("training on %d ranks%s", config.launch.num_ranks, f", from step {saved.step}" if saved else "")
         yield run
 
@@ -146,13 +146,13 @@ def next_attempt(run: Run, first_generation: int, restart: Mapping[str, Any] | N
         is_own = checkpoint.newest_committed_attempt(run.run_dir) >= first_generation
     resume: bool | str = True if is_own or run.checkpoint is None else run.checkpoint
     generation, saved = run_folder.begin_attempt(run.run_dir, run.config, resume=resume, overwrite=False)
-    found = replace(
+    next_run = replace(
         run, generation=generation, checkpoint=saved.url if saved else None,
         checkpoint_sha256=saved.sha256 if saved else "",
     )  # fmt: skip
     line = None if restart is None else {name: value for name, value in restart.items() if name != "error"}
-    run_folder.take_over(found, overwrite=False, keep=(), restart=line)
-    return found
+    run_folder.take_over(next_run, overwrite=False, keep=(), restart=line)
+    return next_run
 
 
 @contextlib.contextmanager
@@ -194,11 +194,11 @@ def _own_folder(run_dir: Any, saved: checkpoint.Saved) -> str:
     """
     if run_dir is not None:
         return storage.absolute(run_dir)
-    found = checkpoint.run_dir_of(saved)
-    path = storage.resolve(found)[1] if storage.is_local(found) else None
+    folder = checkpoint.run_dir_of(saved)
+    path = storage.resolve(folder)[1] if storage.is_local(folder) else None
     if path is None or os.stat(path).st_uid != os.geteuid() or not os.access(path, os.W_OK):
         return ""
-    return found
+    return folder
 
 
 def _private_place(
@@ -257,10 +257,10 @@ class _Datasets:
         if not isinstance(data, Mapping):
             return self.to_shards(data, "train", reference_columns)
         datasets: dict[str, ShardSet] = {}
-        for name, own in dataset_configs(self.config).items():
+        for name, dataset_config in dataset_configs(self.config).items():
             if datasets:
                 reference_columns = next(iter(datasets.values())).columns
-            datasets[name] = self.to_shards(data[name], f"train-{name}", reference_columns, own, len(data))
+            datasets[name] = self.to_shards(data[name], f"train-{name}", reference_columns, dataset_config, len(data))
         return Mixture(datasets)
 
     def to_shards(

@@ -252,15 +252,15 @@ class ModelSpec:
     def predictions(self, output: Output) -> dict[str, Tensor]:
         """Returns the columns that `predict` adds for an output."""
         if self.predict is not None:
-            found = self.predict(output)
-            if not isinstance(found, Mapping) or not all(isinstance(v, Tensor) for v in found.values()):
+            predicted = self.predict(output)
+            if not isinstance(predicted, Mapping) or not all(isinstance(v, Tensor) for v in predicted.values()):
                 raise ValueError(
                     "spec.predict: expected a dict of column names to tensors, each with one entry per row, found "
-                    f"{_kinds(found)}"
+                    f"{_kinds(predicted)}"
                 )
-            if named := [name for name in found if not isinstance(name, str)]:
+            if named := [name for name in predicted if not isinstance(name, str)]:
                 raise ValueError(f"spec.predict: expected names of columns, found the key {named[0]!r:.100}")
-            return dict(found)
+            return dict(predicted)
         if isinstance(output, Tensor):
             return {"prediction": output}
         if isinstance(output, Mapping):

@@ -67,13 +67,13 @@ def probe(spark: Any, launch: Launch, *, description: str) -> Probed:
 
     Raises as `run_barrier` does.
     """
-    found: list[Mapping[str, Any]] = run_barrier(
+    answers: list[Mapping[str, Any]] = run_barrier(
         spark, functools.partial(measure_as_rank, launch), launch=launch, description=description
     )  # fmt: skip
-    first = found[0]
+    first = answers[0]
     hosts = Counter(first["hosts"])  # keeps the order in which the ranks have them
-    within = [points for rank in found if (points := rank["within"])]
-    between = [points for rank in found if (points := rank["between"])]
+    within = [points for rank in answers if (points := rank["within"])]
+    between = [points for rank in answers if (points := rank["between"])]
     return Probed(tuple(hosts.values()), fit_slowest(within), fit_slowest(between))
 
 
@@ -103,19 +103,19 @@ def measure_as_rank(launch: Launch, *, report: Any = None) -> RankResult:
                 within = group
         if len(firsts) > 1:
             between = dist.new_group(firsts, timeout=timeout)
-        found: dict[str, Any] = {"hosts": hosts, "within": [], "between": []}
+        measured: dict[str, Any] = {"hosts": hosts, "within": [], "between": []}
         if within is not None:
-            found["within"] = _measure(within, world)
+            measured["within"] = _measure(within, world)
         if world.world_size > 1:
             dist.barrier()
         if between is not None and world.rank in firsts:
-            found["between"] = _measure(between, world)
-        return RankResult(world.rank, found)
+            measured["between"] = _measure(between, world)
+        return RankResult(world.rank, measured)
 
 
 def _measure(group: dist.ProcessGroup, world: World) -> list[list[float]]:
     """Returns (ranks, bytes, seconds) for each size: the medians of all-reduces, after a first one."""
-    found = []
+    points = []
     for size in SIZES:
         tensor = torch.zeros(size // 4, device=world.device)
         seconds = []
@@ -125,8 +125,8 @@ def _measure(group: dist.ProcessGroup, world: World) -> list[list[float]]:
             if world.device.type == "cuda":
                 torch.cuda.synchronize(world.device)
             seconds.append(time.perf_counter() - start)
-        found.append([float(group.size()), float(size), statistics.median(seconds[1:])])
-    return found
+        points.append([float(group.size()), float(size), statistics.median(seconds[1:])])
+    return points
 
 
 def plan_mesh_of(
@@ -195,9 +195,9 @@ def _mesh_of(saved: Saved | None, config: Config) -> Config | None:
     if before["launch"]["num_ranks"] != config.launch.num_ranks or before["parallel"]["strategy"] != Mesh.strategy:
         return None
     parallel = before["parallel"]
-    own: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in parallel.items()}
-    del own["strategy"]
-    return _replaced(config, Mesh(**own), before["train"]["accumulation_steps"])
+    fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in parallel.items()}
+    del fields["strategy"]
+    return _replaced(config, Mesh(**fields), before["train"]["accumulation_steps"])
 
 
 def with_plan(config: Config, plan: MeshPlan, units: Sequence[int]) -> Config:
@@ -206,20 +206,22 @@ def with_plan(config: Config, plan: MeshPlan, units: Sequence[int]) -> Config:
     Args:
         units: number of the model's layers in each layer of the profile.
     """
-    found = page.settings(plan)
-    own = {key: value for key, value in found["parallel"].items() if key != "strategy"}
-    if "stages" in own:
+    plan_settings = page.settings(plan)
+    mesh_settings = {key: value for key, value in plan_settings["parallel"].items() if key != "strategy"}
+    if "stages" in mesh_settings:
         ends = [*plan.starts, len(units)]
-        own["stages"] = tuple(sum(units[a:b]) for a, b in itertools.pairwise(ends))
-    before, steps = config.train.accumulation_steps, found["train"]["accumulation_steps"]
+        mesh_settings["stages"] = tuple(sum(units[a:b]) for a, b in itertools.pairwise(ends))
+    before, steps = config.train.accumulation_steps, plan_settings["train"]["accumulation_steps"]
     _log.info("auto: %s", page.summary(plan))
     if steps != before:
         _log.info(
             "auto: train.accumulation_steps is %d and not %d, the number of micro-batches of the plan; the weights are "
             "the same, up to rounding", steps, before,
         )  # fmt: skip
-    _log.info("auto: to train with the same mesh again, set parallel.strategy=mesh and %s", _as_text(own, steps))
-    return _replaced(config, Mesh(**own), steps)
+    _log.info(
+        "auto: to train with the same mesh again, set parallel.strategy=mesh and %s", _as_text(mesh_settings, steps)
+    )
+    return _replaced(config, Mesh(**mesh_settings), steps)
 
 
 def _as_text(own: dict[str, Any], accumulation_steps: int) -> str:
@@ -260,15 +262,15 @@ def _tensor_sizes(spec: ModelSpec, model: nn.Module, most: int) -> list[int]:
     """Returns the numbers of tensor ranks, from 2 to `most`, that divide what the plan cuts."""
     from spark_dl.parallel.mesh.tensor.plan import resolve_tensor_plan
 
-    found = []
+    sizes = []
     for size in range(2, most + 1):
         try:
             resolve_tensor_plan(model, spec.tensor_plan, size)
         except ValueError as reason:
             _log.debug("auto: not %d tensor ranks: %s", size, reason)
         else:
-            found.append(size)
-    return found
+            sizes.append(size)
+    return sizes
 
 
 def _global_batch(spec: ModelSpec, train: ShardSet | Mixture, config: Config) -> Batch:
@@ -303,9 +305,9 @@ def _cluster(spark: Any, config: Config) -> Cluster:
     assert isinstance(settings, Auto)
     hosts, within, between = settings.hosts or 1, _NO_LIMIT, _NO_LIMIT
     if num_ranks > 1 and _is_unknown(settings, num_ranks):
-        found = probe(spark, config.launch, description=f"spark_dl: network of {num_ranks} ranks")
-        hosts = settings.hosts or _equal_hosts(found.ranks_of_hosts)
-        within, between = found.within or within, found.between or between
+        probed = probe(spark, config.launch, description=f"spark_dl: network of {num_ranks} ranks")
+        hosts = settings.hosts or _equal_hosts(probed.ranks_of_hosts)
+        within, between = probed.within or within, probed.between or between
     if num_ranks > hosts:
         within = _network("within hosts", within, settings.local_rate_mbit, settings.local_latency_ms)
     if hosts > 1:
@@ -336,16 +338,16 @@ def _equal_hosts(ranks_of_hosts: Sequence[int]) -> int:
 def _network(where: str, measured: Network, rate_mbit: float | None, latency_ms: float | None) -> Network:
     """Returns a network with the numbers that are set in place of the measured ones, and logs them."""
     if rate_mbit is not None and latency_ms is not None:
-        found = Network(latency_ms / 1e3, rate_mbit * 1e6 / 8)
+        network = Network(latency_ms / 1e3, rate_mbit * 1e6 / 8)
     elif rate_mbit is not None:
-        found = dataclasses.replace(measured, bytes_per_s=rate_mbit * 1e6 / 8, gamma_s_per_byte=0.0)
+        network = dataclasses.replace(measured, bytes_per_s=rate_mbit * 1e6 / 8, gamma_s_per_byte=0.0)
     elif latency_ms is not None:
-        found = dataclasses.replace(measured, alpha_s=latency_ms / 1e3, overhead_s=0.0)
+        network = dataclasses.replace(measured, alpha_s=latency_ms / 1e3, overhead_s=0.0)
     else:
-        found = measured
+        network = measured
     texts = [
-        f"{found.bytes_per_s * 8 / 1e6:,.0f} Mbit/s ({'measured' if rate_mbit is None else 'set'})",
-        f"{(found.alpha_s + found.overhead_s) * 1e3:.3g} ms ({'measured' if latency_ms is None else 'set'})",
+        f"{network.bytes_per_s * 8 / 1e6:,.0f} Mbit/s ({'measured' if rate_mbit is None else 'set'})",
+        f"{(network.alpha_s + network.overhead_s) * 1e3:.3g} ms ({'measured' if latency_ms is None else 'set'})",
     ]
     _log.info("auto: network %s: %s", where, ", ".join(texts))
-    return found
+    return network

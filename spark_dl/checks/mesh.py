@@ -74,8 +74,8 @@ def _fitted(spec: ModelSpec, train: ShardSet | Mixture, config: Config, mesh: Me
 
 
 def _stages_of(saved: Saved | None) -> tuple[int, ...] | None:
-    found = None if saved is None else saved.manifest["config"]["parallel"].get("stages")
-    return None if found is None else tuple(found)
+    stages = None if saved is None else saved.manifest["config"]["parallel"].get("stages")
+    return None if stages is None else tuple(stages)
 
 
 def _first_batch(spec: ModelSpec, train: ShardSet | Mixture, config: Config) -> Batch:

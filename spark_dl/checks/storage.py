@@ -49,12 +49,12 @@ def check_reach(run: Run, gather: Gather, *, rank: int, host: str, writes: bool)
     if writes and not problem:
         problem = _cannot_write(probe)
     try:
-        found = gather("reach", {"host": host, "problem": problem, "probe": probe})
-        _raise_first(found)
+        reports = gather("reach", {"host": host, "problem": problem, "probe": probe})
+        _raise_first(reports)
         if not writes:
             return
-        problem = "" if is_there(found[0]["probe"]) else (
-            f"the run_dir {run.run_dir} is another folder than on the host of rank 0 ({found[0]['host']})"
+        problem = "" if is_there(reports[0]["probe"]) else (
+            f"the run_dir {run.run_dir} is another folder than on the host of rank 0 ({reports[0]['host']})"
         )  # fmt: skip
         _raise_first(gather("reach each other", {"host": host, "problem": problem}))
     finally:

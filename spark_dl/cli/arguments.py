@@ -123,20 +123,20 @@ def parse(
         options: options of this job, name -> (type, default, help). A bool is a flag.
         exclusive: pairs of options of which at most one may be set.
     """
-    own = {
+    job_options = {
         **options,
         "master": (str | None, None, "Spark master URL, or sc://host:port for Spark Connect"),
         "spark_conf": (dict[str, str], {}, "Spark settings, as a YAML mapping"),
     }
     if {"-h", "--help"} & {*sys.argv[1:]}:
-        _print_help(description, own)
+        _print_help(description, job_options)
         sys.exit(0)
-    more: dict[str, Any] = {**{name: kind for name, (kind, *_) in own.items()}, "input": Input, "model": Model}
+    more: dict[str, Any] = {**{name: kind for name, (kind, *_) in job_options.items()}, "input": Input, "model": Model}
     try:
         flags = {name for name, kind in more.items() if kind is bool} | {"print_config"}
         config, parsed = build_layers(_layers_of(sys.argv[1:], flags), {**more, "print_config": bool})
         job = Job(
-            args={name: parsed.get(name, default) for name, (_, default, _) in own.items()},
+            args={name: parsed.get(name, default) for name, (_, default, _) in job_options.items()},
             config=config,
             input=Input(**parsed.get("input", {})),
             model=Model(**parsed.get("model", {})),

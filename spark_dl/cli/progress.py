@@ -299,8 +299,8 @@ class ProgressDisplay:
 
     def _write_line(self) -> None:
         now = time.monotonic()
-        found = [self._stage, self._place, *(f"{name} {value}" for name, value in self._shown.items())]
-        line = ", ".join(text for text in found if text)
+        words = [self._stage, self._place, *(f"{name} {value}" for name, value in self._shown.items())]
+        line = ", ".join(text for text in words if text)
         if line == self._last_line and now - self._last_line_at < _SILENT_S:
             return
         self._last_line, self._last_line_at = line, now

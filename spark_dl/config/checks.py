@@ -117,18 +117,18 @@ def missing_on_executors(error: str) -> str | None:
     Args:
         error: Spark's message.
     """
-    found = re.search(r"No module named '?((?:spark_dl|torch|numpy|pandas|pyarrow)[\w.]*)", error)
-    if not found and re.search(r"(?:Can't get attribute .* on <module|cannot import name .* from) 'spark_dl", error):
+    match = re.search(r"No module named '?((?:spark_dl|torch|numpy|pandas|pyarrow)[\w.]*)", error)
+    if not match and re.search(r"(?:Can't get attribute .* on <module|cannot import name .* from) 'spark_dl", error):
         return (
             "the executors' Python has another version of spark_dl than the driver; install the same version, or set "
             "PYSPARK_PYTHON to an interpreter that has it"
         )
-    if not found:
+    if not match:
         return None
     wheel = " (of the files of --py-files, executors take .zip, .egg and .jar, not .whl: rename a copy to .zip)"
     return (
-        f"the executors' Python has no {found.group(1)}; set PYSPARK_PYTHON to an interpreter that has spark_dl (of "
-        f"this version) and torch, or install them there{wheel * found.group(1).startswith('spark_dl')}"
+        f"the executors' Python has no {match.group(1)}; set PYSPARK_PYTHON to an interpreter that has spark_dl (of "
+        f"this version) and torch, or install them there{wheel * match.group(1).startswith('spark_dl')}"
     )
 
 
@@ -174,9 +174,9 @@ def full_filters(filters: Any) -> Conditions:
     check(_is_list(filters) and all(_is_list(f) and f for f in filters), "data.filters", f"a list of {form}", filters)
     alternatives = [filters] if filters and isinstance(filters[0][0], str) else filters
     for alternative in alternatives:
-        for found in alternative:
-            is_condition = _is_list(found) and len(found) == 3 and isinstance(found[0], str)
-            check(is_condition, "data.filters", f"a list of {form}", found)
+        for condition in alternative:
+            is_condition = _is_list(condition) and len(condition) == 3 and isinstance(condition[0], str)
+            check(is_condition, "data.filters", f"a list of {form}", condition)
     return tuple(tuple(_full_condition(*c) for c in alternative) for alternative in alternatives)
 
 

@@ -16,11 +16,11 @@ _MANY = {bool: "true and false", int: "whole numbers", float: "numbers", str: "s
 
 def hints_of(sections: Mapping[str, type]) -> dict[str, Any]:
     """Returns the type of each setting by its key, such as `train.lr`, and of each section by its name."""
-    found: dict[str, Any] = dict(sections)
+    by_path: dict[str, Any] = dict(sections)
     for name, section in sections.items():
         hints = typing.get_type_hints(section)
-        found |= {f"{name}.{f.name}": hints[f.name] for f in dataclasses.fields(section)}
-    return found
+        by_path |= {f"{name}.{f.name}": hints[f.name] for f in dataclasses.fields(section)}
+    return by_path
 
 
 def options_of(hint: Any) -> tuple[Any, ...]:

@@ -47,10 +47,10 @@ _Loader.add_implicit_resolver(
 
 def sections(strategy: str = strategies.DEFAULT) -> dict[str, type]:
     """Returns the dataclass of each section by its name in `Config`. Raises ValueError for an unknown strategy."""
-    found: dict[str, type] = {}
+    by_name: dict[str, type] = {}
     for name, hint in typing.get_type_hints(Config).items():
-        (found[name],) = (option for option in options_of(hint) if option is not types.NoneType)
-    return {**found, "parallel": strategies.find(strategy).settings}
+        (by_name[name],) = (option for option in options_of(hint) if option is not types.NoneType)
+    return {**by_name, "parallel": strategies.find(strategy).settings}
 
 
 def config_keys(strategy: str = strategies.DEFAULT) -> list[str]:
@@ -93,13 +93,15 @@ def as_read(plain: Mapping[str, Any]) -> Config:
     Where rows and files are written, and what is connected to, the caller says: fields of `of_caller` have defaults.
     Raises ValueError as `build_config` does.
     """
-    found = build_config(plain)
+    config = build_config(plain)
     kept: dict[str, Any] = {}
-    for field in dataclasses.fields(found):
-        section = getattr(found, field.name)
+    for field in dataclasses.fields(config):
+        section = getattr(config, field.name)
         if section is not None:
-            own = set(fields_of_caller(type(section)))
-            values = {f.name: getattr(section, f.name) for f in dataclasses.fields(section) if f.name not in own}
+            callers_fields = set(fields_of_caller(type(section)))
+            values = {
+                f.name: getattr(section, f.name) for f in dataclasses.fields(section) if f.name not in callers_fields
+            }
             kept[field.name] = type(section)(**values)
     return Config(**kept)
 
@@ -164,11 +166,11 @@ def read_file(path: str | Path) -> Layer:
         raise ValueError(f"config: cannot read {path}: {error}") from error
     try:
         check_keys_once(path, text)
-        found = _read_yaml(text)
+        plain = _read_yaml(text)
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"config: {path} is not YAML: {error}") from error
-    check(found is None or isinstance(found, dict), "config", f"sections with settings in {path}", found)
-    return found or {}
+    check(plain is None or isinstance(plain, dict), "config", f"sections with settings in {path}", plain)
+    return plain or {}
 
 
 def _read_yaml(text: str) -> Any:
@@ -191,9 +193,9 @@ def build_layers(layers: Iterable[Layer], more: Mapping[str, Any] | None = None)
     for layer in layers:
         for key, value in layer.items():
             _apply(found, str(key), value, hints, strategy)
-    own = {name: found.pop(name) for name in [*found] if name not in more}
-    own.setdefault("parallel", {})["strategy"] = strategy
-    return build_config(own), found
+    config_values = {name: found.pop(name) for name in [*found] if name not in more}
+    config_values.setdefault("parallel", {})["strategy"] = strategy
+    return build_config(config_values), found
 
 
 def _apply(found: dict[str, Any], key: str, value: Any, hints: Mapping[str, Any], strategy: str) -> None:
@@ -249,15 +251,15 @@ def read_text(text: str) -> Any:
 
 def _strategy_of(layers: Iterable[Layer]) -> Any:
     """Returns `parallel.strategy`: the last one counts."""
-    found: Any = strategies.DEFAULT
+    strategy: Any = strategies.DEFAULT
     for layer in layers:
         for key, value in layer.items():
             if key == "parallel.strategy":
-                found = str(value) if isinstance(value, Text) else value
+                strategy = str(value) if isinstance(value, Text) else value
             elif key == "parallel":
                 value = read_text(value) if isinstance(value, Text) else value
-                found = value.get("strategy", found) if isinstance(value, Mapping) else found
-    return found
+                strategy = value.get("strategy", strategy) if isinstance(value, Mapping) else strategy
+    return strategy
 
 
 def check_keys_once(path: str | Path, text: str) -> None:

@@ -246,10 +246,12 @@ class Plan:
     def _segments(self, groups: Ints, ends: Ints, stream: int) -> Ints:
         """Returns the rows of a stream, as `Windows.segments`. groups, ends: concatenated row groups, their ends."""
         lo, hi = self._bounds[stream], self._bounds[stream + 1]
-        own = slice(np.searchsorted(ends, lo, side="right"), np.searchsorted(ends, hi, side="left") + 1)
-        starts = ends[own] - self.group_rows[groups[own]]
-        found = np.stack([groups[own], np.maximum(lo, starts) - starts, np.minimum(hi, ends[own]) - starts], axis=1)
-        return found[found[:, 2] > found[:, 1]]
+        overlapping = slice(np.searchsorted(ends, lo, side="right"), np.searchsorted(ends, hi, side="left") + 1)
+        starts = ends[overlapping] - self.group_rows[groups[overlapping]]
+        segments = np.stack(
+            [groups[overlapping], np.maximum(lo, starts) - starts, np.minimum(hi, ends[overlapping]) - starts], axis=1
+        )
+        return segments[segments[:, 2] > segments[:, 1]]
 
     def _window_ends(self, segments: Ints) -> Ints:
         """Returns the number of segments up to the end of each window. # (segments, 3) -> (windows,)"""

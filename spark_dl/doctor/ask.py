@@ -38,7 +38,7 @@ def ask_ranks(spark: Any, launch: Launch, folder: str, *, reap: bool) -> list[di
     limit_s = LIMIT_S + _LIMIT_PER_RANK_S * n
     answers = Answers(n)
     try:
-        found = run_barrier(
+        reports = run_barrier(
             spark,
             functools.partial(
                 on_rank.examine, probes, os.urandom(32), launch.start_timeout_s, FILES_S, launch.device, reap=reap
@@ -55,7 +55,7 @@ def ask_ranks(spark: Any, launch: Launch, folder: str, *, reap: bool) -> list[di
                 "executors"
             ) from error
         raise
-    return [json.loads(each) for each in found]
+    return [json.loads(each) for each in reports]
 
 
 def _delete(probes: Iterable[str]) -> None:

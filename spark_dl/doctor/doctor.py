@@ -280,9 +280,9 @@ def _leftovers(hosts: Ranks, *, is_reaped: bool) -> Iterator[Finding]:
 
 def _grouped(ranks: Ranks, value_of: Callable[[Any], str]) -> dict[str, list[str]]:
     """Returns the hosts of each value."""
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for rank in ranks:
-        hosts = found.setdefault(value_of(rank), [])
+        hosts = groups.setdefault(value_of(rank), [])
         if rank["host"] not in hosts:
             hosts.append(rank["host"])
-    return found
+    return groups

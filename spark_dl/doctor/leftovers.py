@@ -46,28 +46,28 @@ def look(*, reap: bool, folders: Sequence[str] | None = None, limit_s: float = L
         folders: below which to look for folders; by default those of Spark and of temporary files.
         limit_s: after which to return, even if a disk does not answer. Then what was begun goes on in a thread.
     """
-    found: list[dict[str, str]] = []
+    leftovers: list[dict[str, str]] = []
 
     def run() -> bool:
-        _look(found, [*local_folders(), tempfile.gettempdir()] if folders is None else folders, reap)
+        _look(leftovers, [*local_folders(), tempfile.gettempdir()] if folders is None else folders, reap)
         return True
 
     with Calls() as calls:
         is_complete = within(calls.start(run), limit_s, late=False)
-    return {"is_complete": is_complete, "found": [dict(each) for each in list(found)]}
+    return {"is_complete": is_complete, "found": [dict(each) for each in list(leftovers)]}
 
 
-def _look(found: list[dict[str, str]], folders: Iterable[str], reap: bool) -> None:
+def _look(leftovers: list[dict[str, str]], folders: Iterable[str], reap: bool) -> None:
     """Adds what is left to `found`."""
     done = f"not ended or deleted within {LIMIT_S:g} s" if reap else "found"
     processes = {pid: {"name": _name_of(pid), "done": done} for pid in _processes()}
-    found += processes.values()
+    leftovers += processes.values()
     if reap and processes:  # before the folders, in which they can write
         left = marked.end(_processes, polite_s=_POLITE_S, limit_s=_END_S)
         for pid, each in processes.items():
             each["done"] = "still running after SIGKILL" if pid in left else DONE[0]
     left_folders = [{"name": path, "done": done} for path in sorted(_folders(folders))]
-    found += left_folders
+    leftovers += left_folders
     for each in left_folders if reap else ():
         each["done"] = _delete(each["name"])
 

@@ -37,16 +37,16 @@ class Calls:
 
     def start(self, call: Callable[[], T]) -> Future[T]:
         """Starts a call after the earlier ones. Does not wait."""
-        found: Future[T] = Future()
+        future: Future[T] = Future()
 
         def run() -> None:
             try:
-                found.set_result(call())
+                future.set_result(call())
             except BaseException as error:  # raised by `within`
-                found.set_exception(error)
+                future.set_exception(error)
 
         self._waiting.put(run)
-        return found
+        return future
 
 
 def within(call: Future[T], limit_s: float, late: T) -> T:

@@ -96,15 +96,17 @@ def measure(rank: int, places: Sequence[tuple[str, int]], secret: bytes) -> list
     A link that looks slow beside the others of this rank is measured again: a host that is busy for a moment is no slow
     link. places: address and port of each rank.
     """
-    found: list[tuple[float | None, str]] = [(None, "") for _ in places]
+    measured: list[tuple[float | None, str]] = [(None, "") for _ in places]
     for step in range(1, len(places)):
         other = (rank + step) % len(places)
         try:
-            found[other] = (_rate(*places[other], secret), "")
+            measured[other] = (_rate(*places[other], secret), "")
         except OSError as error:
-            found[other] = (None, str(error) or type(error).__name__)
+            measured[other] = (None, str(error) or type(error).__name__)
     rates = {
-        other: rate for other, (rate, _) in enumerate(found) if rate is not None and places[other][0] != places[rank][0]
+        other: rate
+        for other, (rate, _) in enumerate(measured)
+        if rate is not None and places[other][0] != places[rank][0]
     }
     slow = SLOW_LINK * max(rates.values(), default=0.0)
     for other, rate in rates.items():
@@ -112,8 +114,8 @@ def measure(rank: int, places: Sequence[tuple[str, int]], secret: bytes) -> list
             if rate < slow:
                 with contextlib.suppress(OSError):  # there is a connection, as the first rate shows
                     rate = max(rate, _rate(*places[other], secret))
-        found[other] = (rate, "")
-    return found
+        measured[other] = (rate, "")
+    return measured
 
 
 def _rate(address: str, port: int, secret: bytes) -> float:
@@ -171,14 +173,14 @@ def examine(
                 answers = report.exchange(message, timeout_s) or context.allGather(message)
                 facts["time"] = time.time()  # all ranks get the answer at nearly the same time
                 ports, places = zip(*(((a, p), place) for a, p, place in map(json.loads, answers)), strict=True)
-                found = measure(task, ports, secret)
+                rates = measure(task, ports, secret)
                 if facts["place"] and places.index(facts["place"]) == task:
                     facts["leftovers"] = leftovers.look(reap=reap)
                 facts["writes"] = within(written, files_s, late)
                 report({"kind": WAITS})
                 context.barrier()
-            facts["mbit_per_s"] = [None if rate is None else rate * 8 / 1e6 for rate, _ in found]
-            facts["link_errors"] = {str(other): why for other, (_, why) in enumerate(found) if why}
+            facts["mbit_per_s"] = [None if rate is None else rate * 8 / 1e6 for rate, _ in rates]
+            facts["link_errors"] = {str(other): why for other, (_, why) in enumerate(rates) if why}
             with Calls() as disks:  # of what was reaped, too
                 facts["disk_free_bytes"] = within(disks.start(_disk_free), files_s, late=None)
             facts |= _limits()
@@ -217,17 +219,17 @@ def _gpus(device: str, resources: Mapping[str, Any]) -> dict[str, Any]:
 
     `own_gpus` are the identities of those that Spark has assigned.
     """
-    found: dict[str, Any] = {"gpus": [], "own_gpus": []}
+    facts: dict[str, Any] = {"gpus": [], "own_gpus": []}
     if device == "cpu":
-        return found
+        return facts
     try:
-        own = gpus.gpus_of_task("auto", resources)
+        of_task = gpus.gpus_of_task("auto", resources)
     except RuntimeError as error:
-        return {**found, "gpu_error": str(error)}
+        return {**facts, "gpu_error": str(error)}
     if not torch.cuda.is_available():
-        return found
+        return facts
     seen, addresses = gpus.see_gpus(), gpus.addresses_of(resources)
-    used = [gpu.index for gpu in own] or range(len(seen.uuids))
-    found["gpus"] = [f"{torch.cuda.get_device_name(i)} {seen.identity(i)}" for i in used]
-    found["own_gpus"] = [seen.identity(gpu.index, address) for gpu, address in zip(own, addresses, strict=True)]
-    return found
+    used = [gpu.index for gpu in of_task] or range(len(seen.uuids))
+    facts["gpus"] = [f"{torch.cuda.get_device_name(i)} {seen.identity(i)}" for i in used]
+    facts["own_gpus"] = [seen.identity(gpu.index, address) for gpu, address in zip(of_task, addresses, strict=True)]
+    return facts

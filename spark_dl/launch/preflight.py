@@ -140,9 +140,9 @@ def build_profile(spark: Any, launch: Launch) -> Any:
         return profile
     # Spark keeps every profile until the session ends, and YARN takes equal ones for different ones.
     manager = spark.sparkContext._jsc.sc().resourceProfileManager()
-    found = manager.getEquivalentProfile(profile._java_resource_profile)
-    if found.isDefined():
-        return ResourceProfile(_java_resource_profile=found.get())
+    profile_of_session = manager.getEquivalentProfile(profile._java_resource_profile)
+    if profile_of_session.isDefined():
+        return ResourceProfile(_java_resource_profile=profile_of_session.get())
     manager.addResourceProfile(profile._java_resource_profile)
     return profile
 
@@ -320,11 +320,11 @@ def _check_task_cpus(spark: Any) -> None:
     Otherwise an executor of a standalone cluster has all cores of its host, and one with more cores may come.
     """
     executors = [] if is_connect(spark) else _executors(spark)
-    found, most = int(_conf(spark, "spark.task.cpus") or 1), max((cores for _, cores in executors), default=0)
-    if found > most > 0:
+    cpus, most = int(_conf(spark, "spark.task.cpus") or 1), max((cores for _, cores in executors), default=0)
+    if cpus > most > 0:
         raise ValueError(
-            f"spark.task.cpus: found {found}, expected at most {most}, the cores of an executor, as no task can run; "
-            f"set it to {most} or less, or give executors {found} cores (spark.executor.cores)"
+            f"spark.task.cpus: found {cpus}, expected at most {most}, the cores of an executor, as no task can run; "
+            f"set it to {most} or less, or give executors {cpus} cores (spark.executor.cores)"
         )
 
 
@@ -376,8 +376,8 @@ def _cores_by_host(spark: Any) -> dict[str, int]:
 
 def _executors(spark: Any) -> list[tuple[str, int]]:
     """Returns the host and the cores of each executor; nothing with a local master."""
-    found = spark.sparkContext._jsc.sc().statusStore().executorList(True)
-    executors = [found.apply(index) for index in range(found.size())]
+    listed = spark.sparkContext._jsc.sc().statusStore().executorList(True)
+    executors = [listed.apply(index) for index in range(listed.size())]
     return [(host_of(each.hostPort()), each.totalCores()) for each in executors if each.id() != "driver"]
 
 
@@ -421,8 +421,8 @@ def result_limit_bytes(spark: Any, num_ranks: int) -> int | None:
 
 def _bytes_of(text: str) -> int:
     """Returns the bytes of a size as Spark writes it: 512m, 1g, or a number of bytes."""
-    found = re.fullmatch(r"(\d+)([kmgtp]?)b?", text.strip().lower())
-    return int(found[1]) << 10 * " kmgtp".index(found[2] or " ") if found else 0
+    match = re.fullmatch(r"(\d+)([kmgtp]?)b?", text.strip().lower())
+    return int(match[1]) << 10 * " kmgtp".index(match[2] or " ") if match else 0
 
 
 def _conf(spark: Any, key: str) -> str | None:

@@ -61,11 +61,11 @@ def _build_session(name: str, master: str | None, conf: dict[str, str]) -> Any:
         if master.startswith("local-cluster"):
             os.environ.setdefault("SPARK_HOME", _pyspark_home())
     if "SPARK_REMOTE" not in os.environ and SparkContext._active_spark_context is None:
-        found = _user_settings(conf)
-        if not is_python_set and "spark.pyspark.python" in found:
-            os.environ["PYSPARK_PYTHON"] = found["spark.pyspark.python"]
+        given = _user_settings(conf)
+        if not is_python_set and "spark.pyspark.python" in given:
+            os.environ["PYSPARK_PYTHON"] = given["spark.pyspark.python"]
         # Files of `--py-files` are on the path of a worker, but not on the path of the daemon that starts it.
-        no_default = {*found, _DAEMON} if found.get("spark.submit.pyFiles") else {*found}
+        no_default = {*given, _DAEMON} if given.get("spark.submit.pyFiles") else {*given}
         defaults = {**_DEFAULTS, _REDACTION: _redaction()}  # of Spark's UI and event log
         conf = {**{key: value for key, value in defaults.items() if key not in no_default}, **conf}
     for key, value in conf.items():
@@ -154,10 +154,10 @@ def _user_settings(conf: Mapping[str, str]) -> dict[str, str]:
     # the secrets from its builder, when the JVM runs.
     shown = {key: v for key, v in conf.items() if not is_secret(key, str(v))}
     SparkContext._ensure_initialized(conf=SparkConf().setAll(shown.items()))
-    found = dict(SparkConf().getAll())
-    if not is_submitted and _PROGRESS not in conf and found.get(_PROGRESS) == "true":
-        del found[_PROGRESS]  # not set by the user: Spark sets it, as it takes plain Python for a shell
-    return found
+    given = dict(SparkConf().getAll())
+    if not is_submitted and _PROGRESS not in conf and given.get(_PROGRESS) == "true":
+        del given[_PROGRESS]  # not set by the user: Spark sets it, as it takes plain Python for a shell
+    return given
 
 
 def _redaction() -> str:

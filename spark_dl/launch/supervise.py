@@ -155,11 +155,11 @@ def fit_ranks(
         return config
     usable = preflight.usable_slots(spark, profile, left_out)
     slots = usable if usable is not None and usable >= launch.min_ranks else slots
-    found = _largest(config, launch.min_ranks, min(most, max(slots, launch.min_ranks)))
-    if found.launch.num_ranks != launch.num_ranks:
-        _log.info("%d slots: %d ranks, of launch.min_ranks=%d to %d", slots, found.launch.num_ranks,
+    fitted = _largest(config, launch.min_ranks, min(most, max(slots, launch.min_ranks)))
+    if fitted.launch.num_ranks != launch.num_ranks:
+        _log.info("%d slots: %d ranks, of launch.min_ranks=%d to %d", slots, fitted.launch.num_ranks,
                   launch.min_ranks, most)  # fmt: skip
-    return found
+    return fitted
 
 
 def _largest(config: Config, fewest: int, most: int) -> Config:

@@ -76,9 +76,9 @@ class Listener:
 
     def seen(self, task: int) -> dict[str, Any]:
         """Returns what the heartbeats of a task have told, and the seconds since the last one if it has not ended."""
-        found: dict[str, Any] = {**self.places.get(task, {}), "progress": self.progress.get(task)}
+        told: dict[str, Any] = {**self.places.get(task, {}), "progress": self.progress.get(task)}
         silence = self.silence()
-        return {**found, "silent_s": silence[task]} if task in silence else found
+        return {**told, "silent_s": silence[task]} if task in silence else told
 
     @property
     def met(self) -> frozenset[int]:

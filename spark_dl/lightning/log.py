@@ -121,16 +121,16 @@ class EpochLog:
                 )
             own[name] = paths[id(metric)]
         values: dict[str, _Value] = {}
-        found: dict[str, Any] = {}
+        logged: dict[str, Any] = {}
         for of_rank in gather_json(own):
             for name, part in of_rank.items():
                 if isinstance(part, str):
-                    found[name] = part
+                    logged[name] = part
                     continue
                 new = _Value(*part)
                 values[name] = _combined(name, values[name], new) if name in values else new
-                found[name] = values[name]
-        return {name: self._result(value) for name, value in found.items()}
+                logged[name] = values[name]
+        return {name: self._result(value) for name, value in logged.items()}
 
     def _result(self, found: _Value | str) -> Any:
         if isinstance(found, _Value):

@@ -21,11 +21,11 @@ def optimization_of(model: Any) -> Optimization:
     Raises ValueError for several optimizers or schedulers, no optimizer, and what spark_dl cannot do.
     """
     attached_trainer(model)
-    found = model.configure_optimizers()
-    optimizers, schedulers, monitor = _parts(found)
+    configured = model.configure_optimizers()
+    optimizers, schedulers, monitor = _parts(configured)
     if len(optimizers) != 1:
         raise ValueError(
-            f"configure_optimizers: expected one optimizer, found {len(optimizers) or repr(found)}; use parameter "
+            f"configure_optimizers: expected one optimizer, found {len(optimizers) or repr(configured)}; use parameter "
             "groups for different learning rates"
         )
     if len(schedulers) > 1:

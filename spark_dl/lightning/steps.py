@@ -26,13 +26,13 @@ def training_loss(model: nn.Module, batch: Batch, *, make_batch: MakeBatch) -> T
     """Returns the loss of `training_step`, the mean over the rows of the batch (`ModelSpec.batch_loss`)."""
     trainer, log = attached_trainer(model), TrainingLog()
     with logging_to(model, log):
-        found = _call(model.training_step, make_batch(batch), trainer.batch_idx)  # type: ignore[arg-type]
+        output = _call(model.training_step, make_batch(batch), trainer.batch_idx)  # type: ignore[arg-type]
     log.reset()
-    loss = found.get("loss") if isinstance(found, Mapping) else found
+    loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         raise ValueError(
             "training_step: expected the mean loss of the batch, a tensor, or a dict with `loss`, found "
-            f"{type(found).__name__}; a step cannot be skipped, as ranks take all steps together"
+            f"{type(output).__name__}; a step cannot be skipped, as ranks take all steps together"
         )
     return loss
 
@@ -63,8 +63,8 @@ class ModuleEvaluation:
             self._losses.add("loss", training_loss(self._model, batch, make_batch=self._make_batch), count)
             return
         with self._logged.receiving(rows):
-            found = _call(step, self._make_batch(batch), index)
-        loss = found.get("loss") if isinstance(found, Mapping) else found
+            output = _call(step, self._make_batch(batch), index)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self._losses.add("loss", loss, count)
 

@@ -48,12 +48,12 @@ class _ClassifierParams(HasPredictionCol, HasProbabilityCol, HasRawPredictionCol
 
     def output_columns(self) -> dict[str, str]:
         """The names of the added columns, by what they have."""
-        found = {
+        columns = {
             "rawPrediction": self.getRawPredictionCol(),
             "probability": self.getProbabilityCol(),
             "prediction": self.getPredictionCol(),
         }
-        return {kind: name for kind, name in found.items() if name}
+        return {kind: name for kind, name in columns.items() if name}
 
 
 class TorchClassificationModel(TorchModel, _ClassifierParams):
@@ -85,9 +85,13 @@ class TorchClassificationModel(TorchModel, _ClassifierParams):
         return self._types(VectorUDT())
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
-        found = super()._transform(dataset)
+        predicted = super()._transform(dataset)
         vectors = [name for kind, name in self.output_columns().items() if kind != "prediction"]
-        return found.withColumns({name: array_to_vector(F.col(quoted(name))) for name in vectors}) if vectors else found
+        return (
+            predicted.withColumns({name: array_to_vector(F.col(quoted(name))) for name in vectors})
+            if vectors
+            else predicted
+        )
 
 
 class TorchClassifier(TorchEstimator, _ClassifierParams):
@@ -114,14 +118,14 @@ class TorchClassifier(TorchEstimator, _ClassifierParams):
         self.setParams(predictionCol=predictionCol, probabilityCol=probabilityCol, rawPredictionCol=rawPredictionCol)
 
     def _spec_of(self, spec: Any) -> ModelSpec:
-        found = super()._spec_of(spec)
-        if found.predict is not None:
+        base = super()._spec_of(spec)
+        if base.predict is not None:
             raise ValueError(
                 "spec.predict: expected none for a classifier, which adds Spark's columns; use TorchEstimator"
             )
-        if isinstance(found.loss, nn.BCELoss):
+        if isinstance(base.loss, nn.BCELoss):
             raise ValueError("spec.loss: a classifier needs logits, found BCELoss; use BCEWithLogitsLoss")
-        return found
+        return base
 
     def _added_columns(self) -> dict[str, str]:
         return {f"{kind}Col": name for kind, name in self.output_columns().items()}
@@ -132,8 +136,8 @@ class TorchClassifier(TorchEstimator, _ClassifierParams):
             try:
                 yield
             except Exception as error:  # of Spark, which has computed the label
-                if found := re.search(rf"{re.escape(_NO_CLASS)} .*, found \S+", str(error)):
-                    raise ValueError(found.group()) from error
+                if match := re.search(rf"{re.escape(_NO_CLASS)} .*, found \S+", str(error)):
+                    raise ValueError(match.group()) from error
                 raise
 
     def _with_checked_label(self, df: DataFrame, config: Config) -> DataFrame:

@@ -149,8 +149,8 @@ class EstimatorReader(MLReader["TorchEstimator"]):
     def load(self, path: str) -> TorchEstimator:
         """Reads an estimator that `save` has written."""
         metadata = _read_metadata(self, path, self._cls)
-        functions = {n: names.object_of(found, f"{path}: {n}") for n, found in metadata["functions"].items()}
-        metrics = {n: names.object_of(found, f"{path}: metrics") for n, found in metadata["metrics"].items()}
+        functions = {n: names.object_of(described, f"{path}: {n}") for n, described in metadata["functions"].items()}
+        metrics = {n: names.object_of(described, f"{path}: metrics") for n, described in metadata["metrics"].items()}
         loss = metadata["loss"]
         loss = names.object_of(loss, f"{path}: loss") if ":" in (loss or "") else loss
         spec = ModelSpec(loss=loss, metrics=metrics, **functions)
@@ -195,11 +195,13 @@ def _write_metadata(writer: MLWriter, path: str, extra: dict[str, Any]) -> None:
 
 
 def _read_metadata(reader: MLReader[Any], path: str, cls: type) -> dict[str, Any]:
-    found: dict[str, Any] = DefaultParamsReader.loadMetadata(path, reader.sparkSession if _has_session else reader.sc)
+    metadata: dict[str, Any] = DefaultParamsReader.loadMetadata(
+        path, reader.sparkSession if _has_session else reader.sc
+    )
     name = f"{cls.__module__}.{cls.__name__}"
-    if found["class"] != name:
-        raise ValueError(f"{path} has a {found['class']}, found {name}.load; load it with the class that it has")
-    return found
+    if metadata["class"] != name:
+        raise ValueError(f"{path} has a {metadata['class']}, found {name}.load; load it with the class that it has")
+    return metadata
 
 
 class TorchModel(Model, TorchParams, MLWritable, MLReadable["TorchModel"]):

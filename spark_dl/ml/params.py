@@ -123,16 +123,16 @@ class TorchParams(HasFeaturesCol, HasLabelCol, HasWeightCol, HasValidationIndica
 
     def params_of(self, config: Config) -> dict[str, Any]:
         """Returns the settings that have a param of their own, as the defaults of the params."""
-        found = {}
+        values = {}
         for name, key in _SETTINGS.items():
             section, _, setting = key.partition(".")
-            found[name] = getattr(getattr(config, section), setting)
-        return found
+            values[name] = getattr(getattr(config, section), setting)
+        return values
 
     def feature_columns(self) -> tuple[str, ...]:
         """The columns that are passed to the model, in this order."""
-        found = self.getOrDefault(self.featuresCols) if self.isSet(self.featuresCols) else [self.getFeaturesCol()]
-        return tuple(found)
+        names = self.getOrDefault(self.featuresCols) if self.isSet(self.featuresCols) else [self.getFeaturesCol()]
+        return tuple(names)
 
     def build_config(self, base: Config, schema: StructType, label_dtype: str | None) -> Config:
         """Returns the settings of a fit: those of `base`, and the params that are set.
@@ -141,24 +141,26 @@ class TorchParams(HasFeaturesCol, HasLabelCol, HasWeightCol, HasValidationIndica
             label_dtype: dtype of the label in batches; None keeps that of the column.
         """
         settings = self.getSettings()
-        own = {key: self.getOrDefault(name) for name, key in _SETTINGS.items() if self.isSet(self.getParam(name))}
-        changed = with_settings(base.to_dict(), {**settings, **own})
+        param_values = {
+            key: self.getOrDefault(name) for name, key in _SETTINGS.items() if self.isSet(self.getParam(name))
+        }
+        changed = with_settings(base.to_dict(), {**settings, **param_values})
         changed["data"] |= self._columns(changed["data"])
         self._add_conversions(changed["data"], schema, label_dtype)
         return build_config(changed)
 
     def _columns(self, data: dict[str, Any]) -> dict[str, Any]:
         """The columns of the params that are set, which override those of the settings."""
-        found: dict[str, Any] = {}
+        columns: dict[str, Any] = {}
         if self.isSet(self.featuresCols) or self.isSet(self.featuresCol):
-            found["features"] = list(self.feature_columns())
+            columns["features"] = list(self.feature_columns())
         if self.isSet(self.labelCols):
-            found |= {"label": None, "labels": list(self.getOrDefault(self.labelCols))}
+            columns |= {"label": None, "labels": list(self.getOrDefault(self.labelCols))}
         elif self.isSet(self.labelCol):
-            found |= {"label": self.getLabelCol(), "labels": []}
+            columns |= {"label": self.getLabelCol(), "labels": []}
         if self.isSet(self.weightCol):
-            found["weight"] = self.getWeightCol()
-        return found
+            columns["weight"] = self.getWeightCol()
+        return columns
 
     def _add_conversions(self, data: dict[str, Any], schema: StructType, label_dtype: str | None) -> None:
         """Makes doubles and decimals float32 features, and gives the label the dtype that the loss needs.

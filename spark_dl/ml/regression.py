@@ -68,14 +68,14 @@ class TorchRegressor(TorchEstimator, _RegressorParams):
         self.setParams(predictionCol=predictionCol)
 
     def _spec_of(self, spec: Any) -> ModelSpec:
-        found = super()._spec_of(spec)
-        if found is not spec:
-            return ModelSpec(build=found.build, loss="MSELoss")
-        if found.predict is not None:
+        base = super()._spec_of(spec)
+        if base is not spec:
+            return ModelSpec(build=base.build, loss="MSELoss")
+        if base.predict is not None:
             raise ValueError(
                 "spec.predict: expected none for a regressor, which adds Spark's column; use TorchEstimator"
             )
-        if isinstance(found.loss, nn.CrossEntropyLoss):
+        if isinstance(base.loss, nn.CrossEntropyLoss):
             raise ValueError('spec.loss: found CrossEntropyLoss for a regressor; set a loss, such as loss="MSELoss"')
         return spec
 

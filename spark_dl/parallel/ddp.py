@@ -241,11 +241,11 @@ def _unused_named(model: nn.Module) -> Iterator[None]:
                 "a parameter got its gradient in several parts, as of a module that is called several times in "
                 "checkpoint(..., use_reentrant=True); use use_reentrant=False, or set parallel.static_graph to true"
             ) from error
-        found = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
-        if "not used in producing loss" not in str(error) or found is None:
+        match = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if "not used in producing loss" not in str(error) or match is None:
             raise
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        unused = [trained[int(number)] for number in found[1].split()]
+        unused = [trained[int(number)] for number in match[1].split()]
         raise ValueError(unused_message(unused)) from error
 
 

@@ -92,8 +92,8 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
     def broadcast_from_rank0(tensors: Mapping[str, Any]) -> None:
         # NOTE: not hvd.broadcast_optimizer_state, which unpickles data from rank 0. Plain numbers come from the
         # settings and the checkpoint, which all ranks have.
-        found = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
-        wait(lambda: hvd.broadcast_parameters(found, root_rank=0))
+        state = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
+        wait(lambda: hvd.broadcast_parameters(state, root_rank=0))
 
     def forward_backward(micro_batches: Sequence[Batch], count: Count) -> Tensor:
         nonlocal is_first
@@ -193,8 +193,8 @@ def _slots(world: World) -> list[Any]:
     for rank in range(world.world_size):  # ranks of a host are consecutive, and start with local rank 0
         is_first = int(world.store.get(f"horovod/local_rank/{rank}")) == 0
         sizes = [*sizes, 1] if is_first else [*sizes[:-1], sizes[-1] + 1]
-    found = [hosts.HostInfo(f"host-{i}", size) for i, size in enumerate(sizes)]
-    slots: list[Any] = hosts.get_host_assignments(found, world.world_size)
+    hosts_of_ranks = [hosts.HostInfo(f"host-{i}", size) for i, size in enumerate(sizes)]
+    slots: list[Any] = hosts.get_host_assignments(hosts_of_ranks, world.world_size)
     assert slots[world.rank].local_rank == world.local_rank
     return slots
 

@@ -175,11 +175,11 @@ def _own_count(count: Callable[[Batch], Any], batch: Batch, true: Tensor) -> Ten
     if not bool(true.any()):
         return torch.zeros((), dtype=torch.float64, device=device)
     rows = batch if bool(true.all()) else select_rows(batch, true.nonzero()[:, 0])
-    found = count(rows)
-    if not isinstance(found, (int, float, Tensor)) or (isinstance(found, Tensor) and found.numel() != 1):
-        shape = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    counted = count(rows)
+    if not isinstance(counted, (int, float, Tensor)) or (isinstance(counted, Tensor) and counted.numel() != 1):
+        shape = f"shape {tuple(counted.shape)}" if isinstance(counted, Tensor) else type(counted).__name__
         raise ValueError(f"spec.count: expected one number for the batch, found {shape}")
-    return torch.as_tensor(found, dtype=torch.float64, device=device).reshape(())
+    return torch.as_tensor(counted, dtype=torch.float64, device=device).reshape(())
 
 
 def _explain(error: Exception, output: Output, batch: Batch, label: str | None) -> str:

@@ -117,7 +117,7 @@ class ModuleState:
         These are attributes, generators, and buffers that are not persistent; not those of modules that save a state
         of their own (`get_extra_state`), nor of metrics, which begin anew in each epoch.
         """
-        found = []
+        changed = []
         before_of = {id(buffer): before for buffer, before in self._buffers}
         for name, module in self._modules.items():
             if type(module).get_extra_state is not nn.Module.get_extra_state or hasattr(module, "compute_on_cpu"):
@@ -129,14 +129,14 @@ class ModuleState:
                     continue
                 if isinstance(value, torch.Generator):
                     if any(g is value and not torch.equal(g.get_state(), state) for g, state in self._generators):
-                        found.append(f"{key!r} of {of}")
+                        changed.append(f"{key!r} of {of}")
                 elif key in before and not _same(value, before[key]):
-                    found.append(f"{key!r} of {of}")
+                    changed.append(f"{key!r} of {of}")
             for key in sorted(module._non_persistent_buffers_set):
                 buffer = module._buffers.get(key)
                 if buffer is not None and id(buffer) in before_of and not _same(buffer, before_of[id(buffer)]):
-                    found.append(f"the buffer {key!r} of {of}")
-        return found
+                    changed.append(f"the buffer {key!r} of {of}")
+        return changed
 
 
 @contextlib.contextmanager
@@ -398,10 +398,10 @@ def set_marks(model: nn.Module, marks: Mapping[str, Mapping[str, Any]]) -> None:
 
 def names_of(model: nn.Module) -> dict[int, list[str]]:
     """Returns the names of each parameter, by its id; several names for one that is tied."""
-    found: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(name)
-    return found
+        names.setdefault(id(parameter), []).append(name)
+    return names
 
 
 def replace_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, Sequence[str]], model: nn.Module) -> None:
@@ -417,13 +417,15 @@ def replace_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, Seq
     for group in optimizer.param_groups:
         before, group["params"] = group["params"], []
         for parameter in before:
-            own = next((now[name] for name in names[id(parameter)] if name in now), None)
+            replaced_by = next((now[name] for name in names[id(parameter)] if name in now), None)
             state = optimizer.state.pop(parameter, None)
-            if own is None:
+            if replaced_by is None:
                 continue
-            group["params"].append(own)
+            group["params"].append(replaced_by)
             if state is not None:
-                optimizer.state[own] = {key: _like(value, parameter, own) for key, value in state.items()}
+                optimizer.state[replaced_by] = {
+                    key: _like(value, parameter, replaced_by) for key, value in state.items()
+                }
 
 
 def _like(value: Any, parameter: nn.Parameter, own: nn.Parameter) -> Any:

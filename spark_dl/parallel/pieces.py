@@ -59,15 +59,15 @@ class Layout:
 
     def part(self, start: int, stop: int) -> Layout:
         """Returns the layout of the elements [start, stop) of those that the rank has."""
-        found, at = [], 0
+        pieces, at = [], 0
         for piece in self.pieces:
             low, high = max(start, at), min(stop, at + piece.length)
             if low < high:
-                found.append(
+                pieces.append(
                     Piece(piece.offsets, piece.sizes, piece.start + low - at, piece.start + high - at)
                 )  # fmt: skip
             at += piece.length
-        return Layout(self.shape, tuple(found))
+        return Layout(self.shape, tuple(pieces))
 
 
 def whole(shape: Sequence[int]) -> Layout:

@@ -153,8 +153,8 @@ def build_optimization(spec: ModelSpec, model: nn.Module, config: Config, world_
     """
     if spec.optimizer is None:
         return Optimization(optimizer=build_optimizer(model, config, world_size))
-    found = spec.optimizer(model)
-    optimization = found if isinstance(found, Optimization) else Optimization(optimizer=found)
+    built = spec.optimizer(model)
+    optimization = built if isinstance(built, Optimization) else Optimization(optimizer=built)
     check_parameters(optimization.optimizer, model)
     scale_rates(optimization.optimizer, optimization.scheduler, lr_factor(config, world_size))
     return optimization

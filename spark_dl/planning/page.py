@@ -174,29 +174,29 @@ def counted(number: int, word: str, plural: str) -> str:
 def stage_rows(problem: Problem, plan: MeshPlan) -> list[list[str]]:
     """Returns a row of `STAGE_COLUMNS` for each stage."""
     limit = problem.cluster.memory_bytes
-    found = []
+    rows = []
     for i, stage in enumerate(plan.stages):
         held = gib(stage.memory.total)
-        found.append([
+        rows.append([
             str(i), _layers(problem, plan, i), _ranks(plan, i), tensor_plan(stage.segment.kinds),
             seconds(stage.forward_s), seconds(stage.backward_s), seconds(stage.transfer_s), seconds(stage.sync_s),
             held if math.isinf(limit) else f"{held} of {gib(limit)}",
         ])  # fmt: skip
-    return found
+    return rows
 
 
 def plan_rows(plans: Sequence[MeshPlan]) -> list[list[str]]:
     """Returns a row of `PLAN_COLUMNS` for each plan."""
-    found = []
+    cells = []
     for plan in plans:
         choice, dims = plan.choice, plan.choice.dims
         rows = choice.rows * choice.micro_batches * dims.data
         sizes = (dims.pipeline, dims.data, dims.tensor, choice.zero_stage)
         schedule = choice.schedule if dims.pipeline > 1 else ""
         rate = f"{rows / plan.step_s:.4g}" if plan.step_s else ""
-        found.append([*map(str, sizes), schedule, str(choice.micro_batches), str(choice.rows), seconds(plan.step_s),
+        cells.append([*map(str, sizes), schedule, str(choice.micro_batches), str(choice.rows), seconds(plan.step_s),
                       rate, f"{plan.bubble:.1%}", gib(plan.memory_bytes)])  # fmt: skip
-    return found
+    return cells
 
 
 def as_dict(problem: Problem, plan: MeshPlan) -> dict[str, Any]:

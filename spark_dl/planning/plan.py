@@ -56,11 +56,11 @@ def _profile(content: Any, where: str, name: str) -> tuple[str, tuple[LayerProfi
     layers = content.get("layers")
     if not isinstance(layers, Sequence) or isinstance(layers, str) or not layers:
         raise ValueError(f"{where}: layers: expected a list with at least one layer, found {layers!r}")
-    found = tuple(layer for i, each in enumerate(layers) for layer in _layers(each, f"{where}: layers[{i}]"))
+    profile = tuple(layer for i, each in enumerate(layers) for layer in _layers(each, f"{where}: layers[{i}]"))
     name = content.get("name", name)
     if not isinstance(name, str):
         raise ValueError(f"{where}: name: expected a string, found {name!r}")
-    return name, found
+    return name, profile
 
 
 def _layers(content: Any, where: str) -> Iterator[LayerProfile]:

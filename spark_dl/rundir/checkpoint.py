@@ -76,8 +76,8 @@ class Saved:
     @property
     def score(self) -> float | None:
         """The value by which the best checkpoints are kept; None for one that was saved within an epoch."""
-        found = self.manifest.get("score")
-        return float(found) if isinstance(found, int | float) else None
+        recorded = self.manifest.get("score")
+        return float(recorded) if isinstance(recorded, int | float) else None
 
     @property
     def branch(self) -> list[tuple[int, int]]:
@@ -141,21 +141,21 @@ def _was_committed(url: str) -> bool:
 
 def list_checkpoints(run_dir: str) -> list[Saved]:
     """Returns the committed checkpoints of a run, oldest first, without those whose manifest or sizes are damaged."""
-    found = []
+    checkpoints = []
     for _, url in folders(run_dir):
         try:
             saved = _open(url)
         except ValueError:
             continue
         if saved is not None:
-            found.append(saved)
-    return found
+            checkpoints.append(saved)
+    return checkpoints
 
 
 def latest(run_dir: str) -> Saved | None:
     """Returns the newest of `list_checkpoints`, or None."""
-    found = list_checkpoints(run_dir)
-    return found[-1] if found else None
+    checkpoints = list_checkpoints(run_dir)
+    return checkpoints[-1] if checkpoints else None
 
 
 def how_to_resume(run_dir: str) -> str:
@@ -194,8 +194,8 @@ def by_score(found: Sequence[Saved], mode: str, metric: str = "loss") -> list[Sa
 
 def best_url(run_dir: str, mode: str, metric: str = "loss") -> str | None:
     """Returns the URL of the best checkpoint of a run; None if none has a score."""
-    found = by_score(list_checkpoints(run_dir), mode, metric)
-    return found[0].url if found else None
+    ranked = by_score(list_checkpoints(run_dir), mode, metric)
+    return ranked[0].url if ranked else None
 
 
 def last_valid(
@@ -400,20 +400,20 @@ def load_into(model: nn.Module, weights: Mapping[str, Any], what: str, *, same_d
     Raises ValueError unless names and shapes are the same (and dtypes, with `same_dtypes`), and if the model has one
     tensor for weights that differ, as an embedding that is tied now and was not.
     """
-    own = model.state_dict(keep_vars=True)
-    found = {plain_name(name): value for name, value in weights.items()}
+    of_model = model.state_dict(keep_vars=True)
+    tensors = {plain_name(name): value for name, value in weights.items()}
     renamed: Any = type(weights)() if isinstance(weights, dict) else {}
-    renamed.update({name: found.pop(plain_name(name)) for name in own if plain_name(name) in found} | found)
+    renamed.update({name: tensors.pop(plain_name(name)) for name in of_model if plain_name(name) in tensors} | tensors)
     if (about := getattr(weights, "_metadata", None)) is not None:
         renamed._metadata = about
-    problems = _differences(own, renamed, same_dtypes=same_dtypes) if same_dtypes else []
+    problems = _differences(of_model, renamed, same_dtypes=same_dtypes) if same_dtypes else []
     if not problems:
-        problems = _tied_now(own, renamed)
+        problems = _tied_now(of_model, renamed)
     if not problems:
         try:
             model.load_state_dict(renamed)
         except RuntimeError as error:
-            problems = _differences(own, renamed) or [str(error)]
+            problems = _differences(of_model, renamed) or [str(error)]
     if problems:
         raise ValueError(f"{what} do not fit the model of spec.build ({'; '.join(problems)})")
 

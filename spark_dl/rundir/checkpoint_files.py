@@ -211,8 +211,8 @@ def _load(path: str, file: Any, *, mmap: bool = False) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except _NO_WEIGHTS as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"the object {found[1]}" if found else str(error).partition("\n")[0]
+        match = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"the object {match[1]}" if match else str(error).partition("\n")[0]
         if "weights_only" in what:  # torch advises to set it to False, which would run the file's code
             what = "a pickle or a program"
         raise NotLoadedError(path, f"expected tensors and plain data, found {what}") from None
@@ -332,15 +332,15 @@ def check_contents(url: str, manifest: Mapping[str, Any], *, only_weights: bool 
     for name, entry in manifest["files"].items():
         if only_weights and not is_weights(name):
             continue
-        path, size, found = storage.join(url, name), 0, hashlib.sha256()
+        path, size, hashed = storage.join(url, name), 0, hashlib.sha256()
         try:
             with storage.open_input(path) as file, storage.explained(path):
                 while chunk := file.read_buffer(_CHUNK_BYTES):
-                    found.update(chunk)
+                    hashed.update(chunk)
                     size += len(chunk)
         except FileNotFoundError:
             raise DamagedError(path, f"it is missing, expected {entry['bytes']} bytes") from None
-        _compare(path, entry, size, found.hexdigest())
+        _compare(path, entry, size, hashed.hexdigest())
 
 
 def plain_state(
@@ -389,22 +389,22 @@ class _Conversion:
         if id(value) in self._around:
             raise ValueError(f"{path}: found a {kind.__name__} that contains itself, which cannot be saved")
         self._around.add(id(value))
-        found: Any
+        converted: Any
         if kind in (list, tuple):
-            found = kind(self.of(part, f"{path}[{i}]") for i, part in enumerate(value))
+            converted = kind(self.of(part, f"{path}[{i}]") for i, part in enumerate(value))
         elif kind is set:
-            found = {self.of(part, path) for part in value}
+            converted = {self.of(part, path) for part in value}
         else:
             items = value.items()
             if self._of_scheduler:
                 items = [(key, part) for key, part in items if not callable(part)]
-            found = kind()
+            converted = kind()
             for key, part in items:
-                found[self.of(key, path)] = self.of(part, f"{path}[{key!r}]")
+                converted[self.of(key, path)] = self.of(part, f"{path}[{key!r}]")
             if kind is OrderedDict and (about := getattr(value, "_metadata", None)) is not None:
-                found._metadata = self.of(about, f"{path}._metadata")  # versions of modules, which loading needs
+                converted._metadata = self.of(about, f"{path}._metadata")  # versions of modules, which loading needs
         self._around.remove(id(value))
-        return found
+        return converted
 
 
 def file_name(kind: str, rank: int) -> str:
@@ -422,10 +422,10 @@ def of_rank(state: MeshState | None, rank: int) -> tuple[dict[str, Any], Any]:
     files: dict[str, Any] = {}
     about: dict[str, Any] = {"tied": state.tied()}
     for kind, held in (("model", state.weights()), ("optimizer", state.optimizer_state())):
-        own = {name: value for name, value in held.items() if value.writes}
-        about[kind] = {name: _entry(value) for name, value in own.items()}
-        if own:  # copies, as torch saves the whole memory that a view is of
-            files[file_name(kind, rank)] = {name: value.tensor.detach().clone() for name, value in own.items()}
+        written = {name: value for name, value in held.items() if value.writes}
+        about[kind] = {name: _entry(value) for name, value in written.items()}
+        if written:  # copies, as torch saves the whole memory that a view is of
+            files[file_name(kind, rank)] = {name: value.tensor.detach().clone() for name, value in written.items()}
     return files, about
 
 
@@ -472,12 +472,12 @@ class TensorFiles:
     @functools.cached_property
     def _entries(self) -> dict[str, Any]:
         """What the manifest says of each tensor. Tied parameters have an entry under each of their names."""
-        found: dict[str, Any] = dict(self.manifest["tensors"][self.kind])
+        entries: dict[str, Any] = dict(self.manifest["tensors"][self.kind])
         for name, other in self.manifest["tensors"]["tied"].items():
-            for own, entry in list(found.items()):
+            for own, entry in list(entries.items()):
                 if own == other or own.startswith(f"{other}/"):
-                    found.setdefault(name + own[len(other) :], {**entry, "name": own})
-        return found
+                    entries.setdefault(name + own[len(other) :], {**entry, "name": own})
+        return entries
 
     def read(self, wanted: Sequence[tuple[str, Layout]]) -> list[Tensor]:
         """Returns the wanted elements of each tensor, flat, on the CPU. Opens each file that has some of them once.
@@ -485,11 +485,11 @@ class TensorFiles:
         Raises ValueError for a tensor that the checkpoint does not have, or that has another shape there, and
         DamagedError for a damaged file, and for elements that no file has.
         """
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         by_file: dict[str, list[tuple[int, str, list[Piece]]]] = {}
         for i, (name, layout) in enumerate(wanted):
             entry = self._entry(name, layout.shape)
-            found.append(torch.empty(layout.length, dtype=getattr(torch, entry["dtype"])))
+            tensors.append(torch.empty(layout.length, dtype=getattr(torch, entry["dtype"])))
             for file, plain in entry["files"].items():
                 pieces = self._pieces(name, plain)
                 if any(may_overlap(own, other) for own in layout.pieces for other in pieces):
@@ -498,11 +498,11 @@ class TensorFiles:
         for file, needed in sorted(by_file.items()):
             content = read(self.url, self.manifest, file)
             for i, name, pieces in needed:
-                missing[i] -= _copy(found[i], wanted[i][1], content[name], pieces)
+                missing[i] -= _copy(tensors[i], wanted[i][1], content[name], pieces)
         for (name, _), count in zip(wanted, missing, strict=True):
             if count:
                 raise DamagedError(self.url, f"its files lack {count} elements of {name!r}")
-        return found
+        return tensors
 
     def _entry(self, name: str, shape: tuple[int, ...]) -> Any:
         entry = self._entries.get(name)
@@ -535,14 +535,14 @@ def _copy(target: Tensor, layout: Layout, source: Tensor, pieces: Sequence[Piece
     """Copies the elements that two layouts of a tensor have in common. Returns how many these are."""
     count = 0
     at = 0
-    for own in layout.pieces:
+    for piece in layout.pieces:
         from_at = 0
         for other in pieces:
-            if may_overlap(own, other):
-                part, of_source = target[at : at + own.length], source[from_at : from_at + other.length]
-                count += _copy_piece(part, own, of_source, other, layout.shape)
+            if may_overlap(piece, other):
+                part, of_source = target[at : at + piece.length], source[from_at : from_at + other.length]
+                count += _copy_piece(part, piece, of_source, other, layout.shape)
             from_at += other.length
-        at += own.length
+        at += piece.length
     return count
 
 
@@ -566,10 +566,10 @@ def _copy_piece(target: Tensor, own: Piece, source: Tensor, other: Piece, shape:
 
 def _indices(piece: Piece, shape: Sequence[int]) -> Tensor:
     """Returns the numbers of a piece's elements in the whole tensor. # [length], ascending"""
-    found = torch.zeros((), dtype=torch.int64)
+    indices = torch.zeros((), dtype=torch.int64)
     for offset, size, axis in zip(piece.offsets, piece.sizes, shape, strict=True):
-        found = found.unsqueeze(-1) * axis + torch.arange(offset, offset + size)
-    return found.reshape(-1)[piece.start : piece.stop]
+        indices = indices.unsqueeze(-1) * axis + torch.arange(offset, offset + size)
+    return indices.reshape(-1)[piece.start : piece.stop]
 
 
 def _copy_by_index(target: Tensor, own: Tensor, source: Tensor, other: Tensor) -> int:

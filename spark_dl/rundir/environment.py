@@ -60,10 +60,10 @@ def read(run_dir: str) -> tuple[list[AttemptRecord], list[str]]:
         if match := _NAME.fullmatch(name):
             attempt = attempts.setdefault(int(match[1]), AttemptRecord(int(match[1])))
             try:
-                found = json.loads(storage.read_bytes(storage.join(folder, name)))
-                if not isinstance(found, dict) or found.get("format") != _FORMAT:
+                record = json.loads(storage.read_bytes(storage.join(folder, name)))
+                if not isinstance(record, dict) or record.get("format") != _FORMAT:
                     raise ValueError(f"expected a JSON object of the format {_FORMAT}")
-                setattr(attempt, match[2], found)
+                setattr(attempt, match[2], record)
             except (OSError, ValueError, RecursionError) as error:
                 problems.append(f"{FOLDER}/{name}: {error}")
     return [attempts[generation] for generation in sorted(attempts)], problems

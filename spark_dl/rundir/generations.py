@@ -207,8 +207,8 @@ def superseded(run_dir: str, generation: int) -> str:
     if newest <= generation:
         return ""
     try:
-        found = read_record(record_url(run_dir, newest))
-        who = f", on host {found.get('host')} by process {found.get('pid')} at {found.get('started')}"
+        record = read_record(record_url(run_dir, newest))
+        who = f", on host {record.get('host')} by process {record.get('pid')} at {record.get('started')}"
     except ValueError:
         who = ""
     return f"this is attempt {generation} of the run {run_dir}, and attempt {newest} has started since{who}"

@@ -143,11 +143,11 @@ def read_valid_lines(run_dir: str) -> tuple[list[dict[str, Any]], list[tuple[int
         if not line.endswith(b"\n"):  # it is being written
             continue
         try:
-            found = json.loads(line)
+            value = json.loads(line)
         except (ValueError, RecursionError):
-            found = None
-        if isinstance(found, dict) and {"kind", "step", "time"} <= found.keys():
-            valid.append(found)
+            value = None
+        if isinstance(value, dict) and {"kind", "step", "time"} <= value.keys():
+            valid.append(value)
         else:
             damaged.append((number, line))
     return valid, damaged

@@ -55,9 +55,9 @@ class Checkpoints:
         saved, (rank, num_ranks) = checkpoint.open_checkpoint(self._url), find_place()
         of_rank = None
         if saved.manifest["world_size"] == num_ranks:
-            own = checkpoint.load(saved, rank_file(rank))
-            saving.set_random_state(own["random"])
-            of_rank = own["state"]
+            rank_state = checkpoint.load(saved, rank_file(rank))
+            saving.set_random_state(rank_state["random"])
+            of_rank = rank_state["state"]
         return LoadedCheckpoint(saved.step, checkpoint.load(saved, MODEL), of_rank)
 
     def save(self, state: Mapping[str, Any], *, step: int, of_rank: Mapping[str, Any] | None = None) -> str:
@@ -81,12 +81,12 @@ class Checkpoints:
                 "torch.distributed.init_process_group() before the first one is saved"
             )
         self._check_step(step)
-        found = saving.contents(
+        contents = saving.contents(
             rank, training={}, model=plain_state(dict(state), "save: state") if rank == 0 else {},
             of_rank=plain_state(dict(of_rank or {}), "save: of_rank"),
         )  # fmt: skip
         saved = saving.save(
-            self.run_dir, found, world_size=num_ranks, generation=self._generation, step=step, config=self._config,
+            self.run_dir, contents, world_size=num_ranks, generation=self._generation, step=step, config=self._config,
             columns=(), in_use=self._url,
         )  # fmt: skip
         self._last_step = step
@@ -113,10 +113,10 @@ def open_checkpoints(*, keep: int = 2) -> Checkpoints:
     Args:
         keep: number of the last checkpoints that are kept, beside the one that this attempt goes on from.
     """
-    found = find_run()
-    if found is None:
+    run = find_run()
+    if run is None:
         raise RuntimeError("open_checkpoints: found no run folder; pass run_dir to spark_dl.launch")
-    return Checkpoints(*found, keep)
+    return Checkpoints(*run, keep)
 
 
 class OwnRun:

@@ -89,10 +89,10 @@ def check_folder(run_dir: str, *, overwrite: bool) -> None:
     """
     _warn_of_others(run_dir)
     _check_links(run_dir, deep=overwrite)
-    found = [name for name in _NAMES if _holds(storage.within(run_dir, name))]
-    if found and not _is_marked(run_dir):
+    names = [name for name in _NAMES if _holds(storage.within(run_dir, name))]
+    if names and not _is_marked(run_dir):
         raise ValueError(
-            f"{run_dir} contains {', '.join(found)} without the mark of a run ({generations.FOLDER}/000001), so this "
+            f"{run_dir} contains {', '.join(names)} without the mark of a run ({generations.FOLDER}/000001), so this "
             "version of spark_dl did not write them; nothing was changed: use another run_dir, or move them"
         )
 
@@ -123,8 +123,8 @@ def delete_run(run_dir: str, keep: Collection[str]) -> None:
     delete_checkpoints(run_dir)
     used = [storage.identity(url) for url in keep]
     for url in _shard_sets(run_dir):
-        own = storage.identity(url)
-        if not any(at == own or at.startswith(f"{own}/") for at in used):
+        folder = storage.identity(url)
+        if not any(at == folder or at.startswith(f"{folder}/") for at in used):
             delete_dataset(url)
     files = (storage.within(run_dir, name) for name in (metrics.FILE, MLFLOW, STUDY))
     for url in (*files, *_small_files(run_dir)):
@@ -136,8 +136,8 @@ def delete_run(run_dir: str, keep: Collection[str]) -> None:
 
 def _holds(url: str) -> bool:
     """Whether this is a file, a link, or a folder that is not empty."""
-    found = storage.info(url).type
-    return storage.is_link(url) or (found == FileType.File) or bool(storage.list_infos(url))
+    kind = storage.info(url).type
+    return storage.is_link(url) or (kind == FileType.File) or bool(storage.list_infos(url))
 
 
 def _is_marked(run_dir: str) -> bool:
@@ -163,11 +163,11 @@ def _shard_sets(run_dir: str) -> list[str]:
 
 def _small_files(run_dir: str) -> list[str]:
     """The output of ranks, event files and profiles."""
-    found = []
+    files = []
     for folder, is_own in _SMALL_FILES.items():
         url = storage.within(run_dir, folder)
-        found += [storage.join(url, name) for name in storage.list_names(url) if is_own.fullmatch(name)]
-    return found
+        files += [storage.join(url, name) for name in storage.list_names(url) if is_own.fullmatch(name)]
+    return files
 
 
 def _check_links(run_dir: str, *, deep: bool) -> None:
@@ -220,17 +220,17 @@ def begin_attempt(
             "them, or use another run_dir"
         )
     with explained(READ, run_dir):
-        found = _check_resume(run_dir, config, resume) if resume else None
+        resumed = _check_resume(run_dir, config, resume) if resume else None
     with explained(WRITE, run_dir):
         generation = checkpoint.start_generation(
-            run_dir, after=checkpoint.newest_attempt(run_dir), run_id=found.manifest.get("run") if found else None
+            run_dir, after=checkpoint.newest_attempt(run_dir), run_id=resumed.manifest.get("run") if resumed else None
         )
     # Ranks of an older attempt could save until now. The new generation fences them.
-    saved = found
+    saved = resumed
     if resume is True:
         with explained(READ, run_dir):
             saved = checkpoint.last_valid(
-                run_dir, strict=config.checkpoint.strict, trusted=found, key_file=config.checkpoint.signing_key_file
+                run_dir, strict=config.checkpoint.strict, trusted=resumed, key_file=config.checkpoint.signing_key_file
             )
     if saved is not None:
         checkpoint.check_same_settings(saved, config)
@@ -274,19 +274,19 @@ def _to_resume(run_dir: str, config: Config, resume: bool | str) -> checkpoint.S
     if isinstance(resume, bool):
         return checkpoint.last_valid(run_dir, strict=strict, key_file=key_file)
     try:
-        found = checkpoint.find(resume, key_file=key_file)
+        saved = checkpoint.find(resume, key_file=key_file)
     except checkpoint.NoCheckpointError as error:
         raise ValueError(
             f"resume: {error}; expected the path or URL of a checkpoint, and {_listed(run_dir)}"
         ) from error
     except ValueError as error:
         raise ValueError(f"resume: {error}") from error
-    if checkpoint.run_dir_of(found) != run_dir:
+    if checkpoint.run_dir_of(saved) != run_dir:
         raise ValueError(
-            f"resume: expected a checkpoint of the run_dir {run_dir}, found {found.url}; to start another run with "
+            f"resume: expected a checkpoint of the run_dir {run_dir}, found {saved.url}; to start another run with "
             "its weights, set train.init_from"
         )
-    return found
+    return saved
 
 
 def _listed(run_dir: str) -> str:
@@ -299,17 +299,17 @@ def _listed(run_dir: str) -> str:
 def _check_resume(run_dir: str, config: Config, resume: bool | str) -> checkpoint.Saved | None:
     """Returns the checkpoint to resume from, or None. Raises ValueError for a run that cannot be resumed."""
     strict = config.checkpoint.strict
-    found = _to_resume(run_dir, config, resume)
+    saved = _to_resume(run_dir, config, resume)
     damage = generations.damage(run_dir, at_least=checkpoint.newest_attempt(run_dir))
     if damage and strict:
         raise ValueError(f"checkpoint.strict: {damage}; resume once with checkpoint.strict set to false")
     if damage:
-        used = found.url if found else "the start"
+        used = saved.url if saved else "the start"
         _log.warning("%s; using a generation above all saved ones, and resuming from %s", damage, used)
-    if found is not None:
-        checkpoint.check_same_settings(found, config)
+    if saved is not None:
+        checkpoint.check_same_settings(saved, config)
         metrics.read_metrics(run_dir)
-    return found
+    return saved
 
 
 def take_over(run: Run, *, overwrite: bool, keep: Sequence[str], restart: Mapping[str, Any] | None = None) -> None:

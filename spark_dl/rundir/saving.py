@@ -208,7 +208,7 @@ def save(
     """
     url = storage.within(checkpoint.folder(run_dir), checkpoint_files.folder_name(step, generation))
     written: list[dict[str, Any]] = []
-    own, sha256 = _Problem(problem, of_state=bool(problem)), ""
+    problem_here, sha256 = _Problem(problem, of_state=bool(problem)), ""
     try:
         if not problem:
             if found.rank == 0 and read_back:  # those of an earlier attempt that kept more can fill the disk
@@ -219,11 +219,13 @@ def save(
             for entry in written if read_back else ():
                 checkpoint_files.read_back(url, entry)
     except ValueError as error:
-        own = _Problem(f"rank {found.rank} cannot load what it has written: {error}", of_state=True)
+        problem_here = _Problem(f"rank {found.rank} cannot load what it has written: {error}", of_state=True)
     except OSError as error:
-        own = _Problem(f"rank {found.rank} cannot write to {url}: {error}", of_storage=True)
+        problem_here = _Problem(f"rank {found.rank} cannot write to {url}: {error}", of_storage=True)
     # The manifest is written only after every rank has written its file.
-    reports: list[Any] = gather({"files": written, "problem": dataclasses.asdict(own), "tensors": found.tensors})
+    reports: list[Any] = gather(
+        {"files": written, "problem": dataclasses.asdict(problem_here), "tensors": found.tensors}
+    )
     problems = [_Problem(**r["problem"]) for r in reports]
     # A state that must not be saved is no better in the next checkpoint.
     first = min((p for p in problems if p.text), key=lambda p: p.of_storage, default=_Problem())

@@ -44,7 +44,7 @@ def read_key(path: str) -> bytes:
     """
     try:
         with open(path, "rb") as file:
-            found, key = os.fstat(file.fileno()), file.read()
+            status, key = os.fstat(file.fileno()), file.read()
     except OSError as error:
         raise ValueError(
             f"checkpoint.signing_key_file: cannot read {path}: {error}; the driver and the host of rank 0 need it"
@@ -54,13 +54,13 @@ def read_key(path: str) -> bytes:
             f"checkpoint.signing_key_file: expected at least {_MIN_KEY_BYTES} bytes in {path}, found {len(key)}; make "
             f"one with: head -c {_MIN_KEY_BYTES} /dev/urandom > {path}"
         )
-    mode = f"mode {stat.filemode(found.st_mode)}, user id {found.st_uid}"
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or found.st_uid not in (os.geteuid(), 0):
+    mode = f"mode {stat.filemode(status.st_mode)}, user id {status.st_uid}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_uid not in (os.geteuid(), 0):
         raise ValueError(
             f"checkpoint.signing_key_file: other users can change {path} ({mode}), and sign with a key of theirs; make "
             "a new key in a file of your own, with mode 0600"
         )
-    if found.st_mode & stat.S_IROTH and path not in _warned:
+    if status.st_mode & stat.S_IROTH and path not in _warned:
         _warned.add(path)
         _log.warning(
             "checkpoint.signing_key_file: every user of this host can read %s (%s), and sign with it; chmod 0600, and "
@@ -81,14 +81,14 @@ def check(path: str, manifest: Mapping[str, Any], key_file: str, *, run_id: str 
     Args:
         run_id: of the run that it must be of; None: of any run.
     """
-    found = manifest.get(FIELD)
-    if found is None:
+    signed = manifest.get(FIELD)
+    if signed is None:
         raise SignatureError(
             path, f"it has no signature, and checkpoint.signing_key_file is set to {key_file}",
             "a run that was begun without a key is resumed and loaded without checkpoint.signing_key_file; if it had "
             "this key from its start, somebody may have changed the checkpoint",
         )  # fmt: skip
-    if not hmac.compare_digest(str(found), signature(manifest, read_key(key_file))):
+    if not hmac.compare_digest(str(signed), signature(manifest, read_key(key_file))):
         raise SignatureError(
             path, f"its signature is not of the key in {key_file}",
             "set checkpoint.signing_key_file to the key that signed it; if that is this key, somebody has changed the "

@@ -63,8 +63,10 @@ def function_of(scorer: Scorer, types: dict[str, DataType]) -> Any:
     packed, result = pack(scorer), _result_type(types)
     is_single = result.typeName() != "struct"
 
-    def score(opened: OpenScorer, found: pa.Array | tuple[pa.Array, ...]) -> pa.Array:
-        arguments = found if isinstance(found, tuple) else (found,)  # Spark passes a single argument as it is
+    def score(opened: OpenScorer, predictions: pa.Array | tuple[pa.Array, ...]) -> pa.Array:
+        arguments = (
+            predictions if isinstance(predictions, tuple) else (predictions,)
+        )  # Spark passes a single argument as it is
         if len(arguments) != len(features):
             raise ValueError(f"predict_udf: expected the arguments {list(features)}, found {len(arguments)} arguments")
         batch = pa.RecordBatch.from_arrays(list(arguments), names=list(features))
@@ -89,8 +91,8 @@ def function_of(scorer: Scorer, types: dict[str, DataType]) -> Any:
         opened = open_scorer(packed)
         for arguments in batches:
             series = arguments if isinstance(arguments, tuple) else (arguments,)
-            found = score(opened, tuple(_from_pandas(argument) for argument in series))
-            yield found.to_pandas() if is_single else pd.DataFrame.from_records(found.to_pylist())
+            predictions = score(opened, tuple(_from_pandas(argument) for argument in series))
+            yield predictions.to_pandas() if is_single else pd.DataFrame.from_records(predictions.to_pylist())
 
     hints = Iterator[pd.Series] if is_single else Iterator[pd.DataFrame]
     of_pandas.__annotations__ = {"batches": Iterator[tuple[pd.Series, ...]], "return": hints}
@@ -157,13 +159,13 @@ def predict_dataset(spark: SparkSession, data: str | ShardSet, scorer: Scorer, n
     with contextlib.ExitStack() as until_done:
         shards = shards_of(data, "", config, until_done, scorer.columns, reuse="no")
     added = added_fields(scorer, lambda: _first_outputs(scorer, shards, config))
-    found = keys.find_keys(shards, names)
+    key_columns = keys.find_keys(shards, names)
     if taken := [name for name in added if name in names]:
         raise ValueError(f"keys: the predictions have a column {taken[0]!r}, too; rename it in spec.predict")
     schema = StructType()
-    for name, data_type in [*((key.name, key.spark_type()) for key in found), *added.items()]:
+    for name, data_type in [*((key.name, key.spark_type()) for key in key_columns), *added.items()]:
         schema = schema.add(name, data_type)
-    task = _Task(for_ranks(shards, config), config, found)
+    task = _Task(for_ranks(shards, config), config, key_columns)
     packed, scoring, order = payload.pack_call(None, (task,), {}), pack(scorer), schema.names
 
     def run_predict(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -219,8 +221,8 @@ def _score(opened: OpenScorer, task: _Task, groups: Sequence[int]) -> Iterator[d
     with ThreadPoolExecutor(1, "spark_dl row groups") as ahead:
         coming = [ahead.submit(read, group) for group in groups[:2]]
         for number in range(len(groups)):
-            cells, found = coming.pop(0).result()
+            cells, key_values = coming.pop(0).result()
             if number + 2 < len(groups):
                 coming.append(ahead.submit(read, groups[number + 2]))
-            yield {**found, **opened.arrays(cells)}
+            yield {**key_values, **opened.arrays(cells)}
         ahead.submit(rows.end_thread).result()

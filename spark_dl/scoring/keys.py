@@ -90,16 +90,16 @@ class KeyReader:
         stored = [key.name for key in self._keys if not key.is_partition]
         table = self._read(shard, number, stored) if stored else None
         partition = dict(self._shards.shards.partition_of(shard))
-        found: dict[str, pa.Array] = {}
+        columns: dict[str, pa.Array] = {}
         for key in self._keys:
             if key.is_partition:
-                found[key.name] = pa.repeat(
+                columns[key.name] = pa.repeat(
                     pa.scalar(_partition_value(partition[key.name], key.arrow), key.arrow), rows
                 )
             else:
                 assert table is not None
-                found[key.name] = key.restore(_one_array(table.column(key.name)))
-        return found
+                columns[key.name] = key.restore(_one_array(table.column(key.name)))
+        return columns
 
     def _read(self, shard: int, number: int, names: list[str]) -> pa.Table:
         found = self._shards.shards[shard]
@@ -117,11 +117,11 @@ def _external_keys(shards: ShardSet, names: Sequence[str]) -> list[Key]:
     file = _open_file(storage.join(shards.url, first.name), first)
     schema, intervals = file.schema_arrow, intervals_of(file.metadata)
     partitions = dict(first.partition)
-    found = []
+    external = []
     for name in names:
         if name in partitions:
             values = [dict(shard.partition)[name] for shard in shards.shards]
-            found.append(Key(name, _partition_type(values), is_partition=True))
+            external.append(Key(name, _partition_type(values), is_partition=True))
             continue
         if name not in schema.names:
             raise _missing(name, shards, [*schema.names, *partitions])
@@ -130,8 +130,8 @@ def _external_keys(shards: ShardSet, names: Sequence[str]) -> list[Key]:
             raise ValueError(f"keys: column {name!r} has type {schema.field(name).type}, expected one value per row")
         if pa.types.is_duration(arrow) and name not in intervals:
             arrow = pa.int64()  # Arrow's own type, which Spark does not know
-        found.append(Key(name, arrow))
-    return found
+        external.append(Key(name, arrow))
+    return external
 
 
 def _own_key(shards: ShardSet, name: str) -> Key:
@@ -147,8 +147,8 @@ def _own_key(shards: ShardSet, name: str) -> Key:
         return Key(name, pa.string(), encoding)
     if encoding.kind in ("timestamp", "duration"):
         return Key(name, _time_type(name, encoding), encoding)
-    if (found := re.fullmatch(r"decimal\(([0-9]+),([0-9]+)\)", encoding.source_type or "")) is not None:
-        precision, scale = map(int, found.groups())
+    if (match := re.fullmatch(r"decimal\(([0-9]+),([0-9]+)\)", encoding.source_type or "")) is not None:
+        precision, scale = map(int, match.groups())
         if encoding.kind == "decimal" or precision <= _EXACT_DIGITS:
             return Key(name, pa.decimal128(precision, scale), encoding)
     raise ValueError(

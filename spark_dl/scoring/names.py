@@ -62,13 +62,13 @@ def object_of(found: Any, key: str) -> Any:
 
 def _find(module: str, name: str, key: str) -> Any:
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
     except ImportError as error:
         raise ValueError(f"{key}: cannot import the module {module!r}: {error}; install it here") from error
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is None:
+        value = getattr(value, part, None)
+    if value is None:
         raise ValueError(
             f"{key}: the module {module!r} has no {name!r}; install the version that the model was saved with"
         )
-    return found
+    return value

@@ -47,8 +47,8 @@ class ClassColumns:
         else:
             raw, probability = logits, logits.softmax(1)
         prediction = raw.argmax(1).double().masked_fill(raw.isnan().any(1), torch.nan)  # NaN is no class
-        found = {"rawPrediction": raw, "probability": probability, "prediction": prediction}
-        return {name: found[kind] for kind, name in self.names.items()}
+        columns = {"rawPrediction": raw, "probability": probability, "prediction": prediction}
+        return {name: columns[kind] for kind, name in self.names.items()}
 
 
 @dataclass(frozen=True)

@@ -213,12 +213,12 @@ def _members(content: bytes) -> dict[str, bytes]:
 
 def _json(name: str, data: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        value = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise _RefusedError(f"{name} is not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise _RefusedError(f"{name} is no JSON object")
-    return found
+    return value
 
 
 def _checked_tensors(name: str, found: dict[str, Any], members: Mapping[str, bytes]) -> bytes:
@@ -290,12 +290,12 @@ def _check_text(where: str, text: str, key: str) -> None:
 
 
 def _check_operator(where: str, text: str) -> None:
-    if found := _OPERATOR.fullmatch(text):
-        namespace, name, overload = found.groups()
+    if match := _OPERATOR.fullmatch(text):
+        namespace, name, overload = match.groups()
         is_known = not any("__" in part for part in (namespace, overload)) and name not in _NOT_OPERATORS
         if is_known and namespace not in _OWN_NAMESPACES and namespace != "higher_order":
             return
-    elif (found := _FUNCTIONS.fullmatch(text)) and found["higher"] in (None, *_HIGHER_ORDER):
+    elif (match := _FUNCTIONS.fullmatch(text)) and match["higher"] in (None, *_HIGHER_ORDER):
         return
     raise _RefusedError(f"{where} calls {_shown(text)}, which is no operator of a model")
 
@@ -344,8 +344,8 @@ def _is_small(node: ast.AST) -> bool:
 
 def _check_tree(where: str, text: str) -> None:
     """Raises _RefusedError if the tree of inputs or outputs names other classes than containers: they are imported."""
-    found = json.loads(text) if len(text) < 1 << 20 else None
-    trees = [found[1]] if isinstance(found, list) and len(found) == 2 and isinstance(found[1], dict) else [None]
+    plain = json.loads(text) if len(text) < 1 << 20 else None
+    trees = [plain[1]] if isinstance(plain, list) and len(plain) == 2 and isinstance(plain[1], dict) else [None]
     while trees:
         tree = trees.pop()
         if not isinstance(tree, dict) or not isinstance(tree.get("children_spec"), list):

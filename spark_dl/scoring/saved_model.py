@@ -151,8 +151,8 @@ def _spec_of(url: str, described: Mapping[str, Any], sha256: str) -> ModelSpec:
     if _is_program(described):
         return ModelSpec(build=functools.partial(load_model, url, sha256=sha256), loss=_no_loss)
     functions = {
-        name: names.object_of(found, f"{storage.join(url, DESCRIPTION)}: functions.{name}")
-        for name, found in described["functions"].items()
+        name: names.object_of(described_by, f"{storage.join(url, DESCRIPTION)}: functions.{name}")
+        for name, described_by in described["functions"].items()
     }
     return ModelSpec(loss=_no_loss, **functions)
 
@@ -226,20 +226,25 @@ def _read_description(url: str) -> tuple[dict[str, Any], str]:
     path = storage.join(url, DESCRIPTION)
     try:
         content = storage.read_bytes(path)
-        found = json.loads(content)
+        description = json.loads(content)
     except FileNotFoundError as error:
         raise ValueError(f"{url} has no {DESCRIPTION}, so it is not a saved model; save_model writes one") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}; save the model again") from error
-    if not isinstance(found, dict) or found.get("format") != _FORMAT or found.get("version") != _VERSION:
+    if (
+        not isinstance(description, dict)
+        or description.get("format") != _FORMAT
+        or description.get("version") != _VERSION
+    ):
         raise ValueError(
             f"{path}: expected the format {_FORMAT!r}, version {_VERSION}; save the model with this version of spark_dl"
         )
-    if not _FILE.fullmatch(str(found.get("file"))):  # no other name, which could lead out of the folder
+    if not _FILE.fullmatch(str(description.get("file"))):  # no other name, which could lead out of the folder
         raise ValueError(
-            f"{path}: found the file {found.get('file')!r:.80}, expected {WEIGHTS} or {PROGRAM}; save the model again"
+            f"{path}: found the file {description.get('file')!r:.80}, expected {WEIGHTS} or {PROGRAM}; save the model "
+            "again"
         )
-    return found, hashlib.sha256(content).hexdigest()
+    return description, hashlib.sha256(content).hexdigest()
 
 
 def features_only(data: Data) -> Data:

@@ -83,13 +83,13 @@ class Scorer:
             stop = start + self._rows_at_once([c[start : start + MOST_ROWS_AT_ONCE] for c in cells])
             some = [c[start:stop] for c in cells]
             batch = self.spec.prepare(self._batch(columns, some))
-            found = dict(self.predictions(model, batch, len(some[0]), device))
+            named = dict(self.predictions(model, batch, len(some[0]), device))
             for name, feature in self.varying:
                 cut = some[self.config.data.features.index(feature)]
                 assert isinstance(cut, Ragged)
-                found[name] = _without_padding(name, found[name], cut, feature)
+                named[name] = _without_padding(name, named[name], cut, feature)
                 lengths[name].append(cut.lengths)
-            parts.append(found)
+            parts.append(named)
             start = stop
         whole: dict[str, Tensor | Ragged] = {name: _joined(name, [part[name] for part in parts]) for name in parts[0]}
         for name, of_parts in lengths.items():
@@ -138,13 +138,13 @@ class Scorer:
         ragged = [c.name for c in self.columns if c.is_ragged] if self.config.loader.ragged == "pad" else []
         if not ragged or self.varying:
             return self
-        model, found = self.load(), []
+        model, varying = self.load(), []
         shapes = [self._shapes(model, {}), *(self._shapes(model, {name: 3}) for name in ragged)]
         for name, shape in shapes[0].items():
             for feature, changed in zip(ragged, shapes[1:], strict=True):
                 other = changed.get(name, shape)
                 if len(shape) > 1 and other[1:2] == (3,) and shape[1] == 1:
-                    found.append((name, feature))
+                    varying.append((name, feature))
                     break
                 if len(shape) > 1 and other[1:2] != shape[1:2]:
                     raise ValueError(
@@ -152,7 +152,7 @@ class Scorer:
                         f"feature {feature!r}, and {other[1]} for rows padded to 3; return one value for each value "
                         "of it, or as many for every row"
                     )
-        return replace(self, varying=tuple(found))
+        return replace(self, varying=tuple(varying))
 
     def _shapes(self, model: nn.Module, longest: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the columns of two rows of zeros; no shapes if the model does not take them."""
@@ -201,22 +201,22 @@ def find_scorer(
         raise ValueError("checkpoint_url, config: expected only with a ModelSpec, as other models have their own")
     if isinstance(model, (str, os.PathLike)):
         return saved_scorer(saved_model.read_saved_model(model))
-    found = getattr(model, "scorer", None)
-    if not isinstance(found, Scorer):
+    scorer = getattr(model, "scorer", None)
+    if not isinstance(scorer, Scorer):
         raise ValueError(
             "model: expected a ModelSpec, a model of spark_dl.ml, or the URL of a saved model, found "
             f"{type(model).__name__}"
         )
-    return found
+    return scorer
 
 
 def saved_scorer(saved: saved_model.SavedModel) -> Scorer:
     """Returns the scorer of a saved model."""
-    found = Scorer(
+    scorer = Scorer(
         spec=saved.spec, config=saved.config, columns=saved.columns, url=saved.url, sha256=saved.sha256,
         is_saved_model=True,
     )  # fmt: skip
-    return found.with_varying()
+    return scorer.with_varying()
 
 
 def scorer_of_build(spec: ModelSpec, config: Config | None, data: Any) -> Scorer:
@@ -275,8 +275,8 @@ def scorer_of(
                 f"[{listed(list(trained))}]{suggestion(name, list(trained))}"
             )
     features = tuple(trained[name] for name in config.data.features)
-    found = Scorer(spec=spec, config=config, columns=features, url=saved.url, sha256=saved.sha256)
-    return found.with_varying()
+    scorer = Scorer(spec=spec, config=config, columns=features, url=saved.url, sha256=saved.sha256)
+    return scorer.with_varying()
 
 
 def loaded_model(scorer: Scorer, packed: bytes, device: torch.device) -> nn.Module:

@@ -56,13 +56,13 @@ def trained_sources(fields: StructType, scorer: Scorer) -> tuple[SourceColumn, .
     encode = {name: settings for name, settings in data.encode.items() if name in names}
     fill = {name: value for name, value in data.fill.items() if name in names}
     sources = spark_types.source_columns(fields, names, encode, fill)
-    for found, column in zip(sources, columns, strict=True):
-        expected = replace(column.encoding, vocabulary=found.encoding.vocabulary)
+    for source, column in zip(sources, columns, strict=True):
+        expected = replace(column.encoding, vocabulary=source.encoding.vocabulary)
         if "orientation" not in encode.get(column.name, {}):  # of a model from before there was this setting
-            expected = replace(expected, orientation=found.encoding.orientation)
-        if found.encoding != expected:
+            expected = replace(expected, orientation=source.encoding.orientation)
+        if source.encoding != expected:
             raise ValueError(
-                f"column {column.name!r}: found the encoding {found.encoding}, the model was trained on {expected}"
+                f"column {column.name!r}: found the encoding {source.encoding}, the model was trained on {expected}"
             )
     return tuple(replace(s, encoding=c.encoding) for s, c in zip(sources, columns, strict=True))
 
@@ -79,8 +79,8 @@ class OpenScorer:
 
     def arrays(self, cells: Sequence[Array | Ragged]) -> dict[str, pa.Array]:
         """Computes the new columns of some rows, by name. # cells: of each feature, (rows, *cell)"""
-        found = {name: to_arrow(v) for name, v in self.scorer.outputs(self.model, cells, self.device).items()}
-        return _as_declared(found, declared_fields(self.scorer)) if self.scorer.output_schema else found
+        columns = {name: to_arrow(v) for name, v in self.scorer.outputs(self.model, cells, self.device).items()}
+        return _as_declared(columns, declared_fields(self.scorer)) if self.scorer.output_schema else columns
 
 
 def open_scorer(packed: bytes) -> OpenScorer:
@@ -183,8 +183,8 @@ def _outputs_of_first_rows(df: DataFrame, scorer: Scorer) -> Outputs:
             cells = _trained_cells(sources, opened.scorer.columns, batch.columns, data, may_drop=True)
             if len(cells[0]):
                 cells = [of_column[:2] for of_column in cells]
-                found = opened.scorer.outputs(opened.model, cells, opened.device)
-                yield pa.RecordBatch.from_pydict({"outputs": [json.dumps({k: _kind(v) for k, v in found.items()})]})
+                outputs = opened.scorer.outputs(opened.model, cells, opened.device)
+                yield pa.RecordBatch.from_pydict({"outputs": [json.dumps({k: _kind(v) for k, v in outputs.items()})]})
 
     rows = collect(first.mapInArrow(describe, "outputs string"), "spark_dl: predicting the first rows")
     if not rows:
@@ -228,17 +228,17 @@ def with_declared(scorer: Scorer, output_schema: StructType | str | None) -> Sco
     if output_schema is None:
         return scorer
     try:
-        found = _parse_datatype_string(output_schema) if isinstance(output_schema, str) else output_schema
-        if not isinstance(found, StructType) or not found.fields:
-            raise TypeError(f"a {type(found).__name__}")
-        to_arrow_schema(found)
+        declared = _parse_datatype_string(output_schema) if isinstance(output_schema, str) else output_schema
+        if not isinstance(declared, StructType) or not declared.fields:
+            raise TypeError(f"a {type(declared).__name__}")
+        to_arrow_schema(declared)
     except Exception as error:  # PySpark's
         words = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(
             f"output_schema: expected the new columns, such as 'prediction float, scores array<float>', found "
             f"{output_schema!r} ({words})"
         ) from None
-    return replace(scorer, output_schema=found.json())
+    return replace(scorer, output_schema=declared.json())
 
 
 def declared_fields(scorer: Scorer) -> dict[str, Any]:
@@ -273,8 +273,8 @@ def _features(
     Raises BadCellsError for nulls, NaN and Inf that are not filled or allowed, and for other invalid cells.
     """
     stored = [batch.column(batch.schema.get_field_index(s.path[0])) for s in sources]
-    found = [pc.struct_field(a, list(s.path[1:])) if s.path[1:] else a for s, a in zip(sources, stored, strict=True)]
-    return _trained_cells(sources, columns, found, data, may_drop=False)
+    cells = [pc.struct_field(a, list(s.path[1:])) if s.path[1:] else a for s, a in zip(sources, stored, strict=True)]
+    return _trained_cells(sources, columns, cells, data, may_drop=False)
 
 
 def _trained_cells(

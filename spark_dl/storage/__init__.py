@@ -55,9 +55,13 @@ def _parse(url: str) -> _Location:
     match = re.match(r"(?i)([a-z][a-z0-9+.-]*)://([^/?]*)([^?]*)\??(.*)\Z", url, re.DOTALL)
     if match is None:
         match = re.match(r"(?i)(file|hdfs|viewfs):()(/[^?]*)\??(.*)\Z", url, re.DOTALL)  # the form of Hadoop
-    if match is None and (found := re.match(r"(?i)([a-z][a-z0-9+.-]+):/", url)):
-        rest = url[found.end() :]
-        way = f"the path /dbfs/{rest}" if found[1].lower() == "dbfs" else f"{found[1]}://{rest}"
+    if match is None and (match_without_slashes := re.match(r"(?i)([a-z][a-z0-9+.-]+):/", url)):
+        rest = url[match_without_slashes.end() :]
+        way = (
+            f"the path /dbfs/{rest}"
+            if match_without_slashes[1].lower() == "dbfs"
+            else f"{match_without_slashes[1]}://{rest}"
+        )
         raise ValueError(f"cannot open {url!r}: expected {way}; a folder of this name here is ./{url}")
     if match is None:
         return _Location("", "", url)
@@ -288,17 +292,17 @@ def make_folder(url: str) -> None:
 
 def list_names(url: str) -> list[str]:
     """Returns the sorted names in a folder; empty if it does not exist."""
-    return sorted(found.base_name for found in list_infos(url))
+    return sorted(info.base_name for info in list_infos(url))
 
 
 def list_infos(url: str) -> list[Any]:
     """Returns pyarrow's FileInfo of each file and folder in a folder; empty if it does not exist."""
     filesystem, path = resolve(url)
-    found: list[Any] = []
+    infos: list[Any] = []
     # NOTE: pyarrow checks existence after a failed listing. A folder that is created in between is an error.
     with explained(url), contextlib.suppress(FileNotFoundError):
-        found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
-    return [f for f in found if f.path.strip("/") != path.strip("/")]
+        infos = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
+    return [f for f in infos if f.path.strip("/") != path.strip("/")]
 
 
 def delete(url: str) -> None:

@@ -37,17 +37,17 @@ def is_secret(name: str, value: str = "") -> bool:
 
 def secrets_of(url: str) -> list[str]:
     """Returns the passwords, keys and tokens in the URL of a service or a database, as they are written in it."""
-    found = []
+    secrets = []
     if user := _USER.search(url):
         if user[2]:
-            found.append(user[2][1:])
+            secrets.append(user[2][1:])
         elif _is_token(url.partition(":")[0], user[1]):
-            found.append(user[1])
+            secrets.append(user[1])
     for pair in re.split("[&;]", url.partition("?")[2]):
         name, _, value = pair.partition("=")
         if _is_secret_option(unquote(name), unquote(value)):
-            found.append(value)
-    return [secret for secret in found if secret]
+            secrets.append(value)
+    return [secret for secret in secrets if secret]
 
 
 def without_secrets(url: str, text: str | None = None) -> str:

@@ -93,10 +93,10 @@ def sync_folder(path: str) -> None:
 def _open(path: str, flags: int, mode: str, buffering: int = -1) -> Any:
     descriptor = os.open(path, flags, 0o600)
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(f"{path} is not a file")
-        if found.st_size == 0 and (bits := _group_bits(os.path.dirname(os.path.abspath(path))) & 0o060):
+        if status.st_size == 0 and (bits := _group_bits(os.path.dirname(os.path.abspath(path))) & 0o060):
             with contextlib.suppress(PermissionError):  # another user created it
                 os.fchmod(descriptor, 0o600 | bits)
         return open(descriptor, mode, buffering=buffering)
@@ -107,8 +107,8 @@ def _open(path: str, flags: int, mode: str, buffering: int = -1) -> Any:
 
 def _group_bits(folder: str) -> int:
     """Returns what the group may do in a folder that is shared with it; 0 for a folder that is not."""
-    found = os.stat(folder).st_mode
-    return found & 0o070 if found & stat.S_ISGID else 0
+    mode = os.stat(folder).st_mode
+    return mode & 0o070 if mode & stat.S_ISGID else 0
 
 
 def error_class(error: Exception) -> type[ValueError] | type[RuntimeError]:

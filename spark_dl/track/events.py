@@ -47,13 +47,13 @@ def metrics_of(event: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _numbers(values: Mapping[str, Any], prefix: str) -> dict[str, float]:
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in values.items():
         if is_number(value):
-            found[f"{prefix}/{name}"] = float(value)
+            numbers[f"{prefix}/{name}"] = float(value)
         elif prefix == "validation" and isinstance(value, list) and all(map(is_number, value)):
-            found |= {f"{prefix}/{name}/{i}": float(number) for i, number in enumerate(value)}
-    return found
+            numbers |= {f"{prefix}/{name}/{i}": float(number) for i, number in enumerate(value)}
+    return numbers
 
 
 def is_number(value: Any) -> bool:
@@ -63,13 +63,13 @@ def is_number(value: Any) -> bool:
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Returns nested settings as strings by dotted keys, such as `train.lr`. Values that are no mappings are JSON."""
-    found: dict[str, str] = {}
+    flat: dict[str, str] = {}
     for name, value in nested.items():
         if isinstance(value, Mapping) and value:
-            found |= flatten(value, f"{prefix}{name}.")
+            flat |= flatten(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = value if isinstance(value, str) else json.dumps(value)
-    return found
+            flat[f"{prefix}{name}"] = value if isinstance(value, str) else json.dumps(value)
+    return flat
 
 
 def as_key(name: str, longest: int) -> str:

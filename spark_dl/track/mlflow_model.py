@@ -56,9 +56,9 @@ class Example:
     def of_zeros(cls, run: Run, columns: Sequence[Column]) -> Example:
         """Returns two rows of zeros, for rows that only the ranks have."""
         features = run.config.data.features
-        own = [c for c in cast_columns(columns, run.config.data.cast) if c.name in features]
-        _check_columns(own, features)
-        batch = build_batch(own, [two_rows_of_zeros(c) for c in own], run.config.loader.ragged)
+        inputs = [c for c in cast_columns(columns, run.config.data.cast) if c.name in features]
+        _check_columns(inputs, features)
+        batch = build_batch(inputs, [two_rows_of_zeros(c) for c in inputs], run.config.loader.ragged)
         return cls({name: batch[name].numpy() for name in features})
 
 
@@ -72,8 +72,8 @@ def _check_columns(columns: Sequence[Column], features: Sequence[str]) -> None:
 
 
 def _two_rows(values: Tensor) -> np.ndarray[Any, Any]:
-    found: np.ndarray[Any, Any] = values[:_EXAMPLE_ROWS].numpy()
-    return found if len(found) == _EXAMPLE_ROWS else np.repeat(found, _EXAMPLE_ROWS, axis=0)
+    rows: np.ndarray[Any, Any] = values[:_EXAMPLE_ROWS].numpy()
+    return rows if len(rows) == _EXAMPLE_ROWS else np.repeat(rows, _EXAMPLE_ROWS, axis=0)
 
 
 def check(run: Run, example: Example | None) -> None:

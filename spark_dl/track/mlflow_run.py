@@ -209,9 +209,11 @@ def _open_run(client: MlflowClient, uri: str, run: Run, *, resume: bool) -> Mlfl
     active = mlflow.active_run()
     saved_id = _saved_run(run.run_dir, uri) if resume else None
     if active is not None:
-        found = client.get_run(active.info.run_id)
-        steps = _last_steps(found) if saved_id == found.info.run_id else {}
-        return MlflowRun(client, uri, found.info.run_id, found.info.experiment_id, is_own=False, logged_steps=steps)
+        active_run = client.get_run(active.info.run_id)
+        steps = _last_steps(active_run) if saved_id == active_run.info.run_id else {}
+        return MlflowRun(
+            client, uri, active_run.info.run_id, active_run.info.experiment_id, is_own=False, logged_steps=steps
+        )
     if saved_id is not None:
         step = _went_back_to(run)
         if step is not None:
@@ -262,8 +264,8 @@ def _reopen(client: MlflowClient, uri: str, run_id: str, run_dir: str) -> Mlflow
     from mlflow.exceptions import MlflowException
 
     try:
-        found = client.get_run(run_id)
-        is_there = found.info.lifecycle_stage == "active"
+        run = client.get_run(run_id)
+        is_there = run.info.lifecycle_stage == "active"
     except MlflowException as error:
         if error.get_http_status_code() != 404:
             raise
@@ -274,7 +276,7 @@ def _reopen(client: MlflowClient, uri: str, run_id: str, run_dir: str) -> Mlflow
             f"{storage.within(run_dir, MLFLOW)} to log to a new run"
         )
     client.update_run(run_id, status="RUNNING")
-    return MlflowRun(client, uri, run_id, found.info.experiment_id, is_own=True, logged_steps=_last_steps(found))
+    return MlflowRun(client, uri, run_id, run.info.experiment_id, is_own=True, logged_steps=_last_steps(run))
 
 
 def _last_steps(found: Any) -> dict[str, int]:

@@ -138,11 +138,11 @@ def draw(lines: Sequence[Line], *, x_name: str, x_end: float = 0) -> str:
 def _mark(line: Line, places: Sequence[Point]) -> str:
     """Returns the SVG of a line and of its dots, which are lines of no length, so that they stay round."""
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-    found = f'<path d="{path}" stroke="{line.color}" stroke-width="1.5" stroke-linejoin="round" {_STROKE}/>'
+    svg = f'<path d="{path}" stroke="{line.color}" stroke-width="1.5" stroke-linejoin="round" {_STROKE}/>'
     if line.has_dots or len(places) == 1:
         dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in places)
-        found += f'<path d="{dots}" stroke="{line.color}" stroke-width="6" stroke-linecap="round" {_STROKE}/>'
-    return found
+        svg += f'<path d="{dots}" stroke="{line.color}" stroke-width="6" stroke-linecap="round" {_STROKE}/>'
+    return svg
 
 
 def _range(values: Sequence[float], *, is_log: bool) -> Point:

@@ -189,8 +189,8 @@ def _straggler_texts(attempt: AttemptLog, split: TimeSplit) -> list[str]:
         return ["There is one rank."]
     if len(split.last_steps) < LEAST_INTERVALS:
         return [f"There are fewer than {LEAST_INTERVALS} log lines, which are too few to tell."]
-    found = find_stragglers(split)
-    return [_straggler_text(attempt, s) for s in found] or ["No rank was slower than the others for long."]
+    stragglers = find_stragglers(split)
+    return [_straggler_text(attempt, s) for s in stragglers] or ["No rank was slower than the others for long."]
 
 
 def _straggler_text(attempt: AttemptLog, slow: Straggler) -> str:
@@ -215,7 +215,7 @@ class Figure:
 
 def curves(steps: Sequence[Line], epochs: Sequence[Line], split: TimeSplit | None) -> list[Figure]:
     """Draws loss, metrics, learning rate, rows per second, and the parts of a step, as far as there are lines."""
-    found = [
+    figures = [
         ("Loss", lambda axes: _loss(axes, steps, epochs)),
         *(
             (f"Validation: {name}", lambda axes, name=name: _metric(axes, name, epochs))
@@ -225,8 +225,8 @@ def curves(steps: Sequence[Line], epochs: Sequence[Line], split: TimeSplit | Non
         ("Rows per second", lambda axes: _by_step(axes, steps, "rows_per_s", from_zero=True)),
     ]
     if split is not None and len(split.last_steps) > 1:
-        found.append(("Seconds per step, mean of the ranks", lambda axes: _parts(axes, split)))
-    drawn = [Figure(title, svg) for title, plot in found if (svg := _draw(title, plot))]
+        figures.append(("Seconds per step, mean of the ranks", lambda axes: _parts(axes, split)))
+    drawn = [Figure(title, svg) for title, plot in figures if (svg := _draw(title, plot))]
     return drawn if steps or epochs else []
 
 
@@ -269,8 +269,8 @@ def _draw(title: str, plot: Callable[[Any], bool]) -> str:
 
 
 def _points(lines: Sequence[Line], value: Callable[[Line], Any]) -> tuple[Floats, Floats]:
-    found = [(number(line["step"]), number(value(line))) for line in lines]
-    pairs = np.array([(x, y) for x, y in found if x is not None and y is not None], dtype=np.float64).reshape(-1, 2)
+    points = [(number(line["step"]), number(value(line))) for line in lines]
+    pairs = np.array([(x, y) for x, y in points if x is not None and y is not None], dtype=np.float64).reshape(-1, 2)
     return thin_out(pairs[:, 0], pairs[:, 1])
 
 
@@ -342,8 +342,8 @@ def _epochs_on_top(axes: Any, epochs: Sequence[Line]) -> None:
 
 
 def _metrics(line: Line) -> Mapping[str, Any]:
-    found = line.get("metrics")
-    return found if isinstance(found, dict) else {}
+    values = line.get("metrics")
+    return values if isinstance(values, dict) else {}
 
 
 def report(run_dir: str | os.PathLike[str], path: str | os.PathLike[str] | None = None) -> str:
@@ -432,7 +432,7 @@ def _facts(run: RunLog, now: float) -> list[tuple[str, str]]:
         ("started", when(run.attempts[0].started)),
         ("duration", duration(sum(seconds_of(attempt, now) for attempt in run.attempts))),
     ]  # fmt: skip
-    return [(name, found) for name, found in facts if found]
+    return [(name, fact) for name, fact in facts if fact]
 
 
 def _left_out(lines: Sequence[Line]) -> str:
@@ -448,31 +448,31 @@ def _left_out(lines: Sequence[Line]) -> str:
 
 
 def _last_metrics(epochs: Sequence[Line]) -> Mapping[str, Any]:
-    found = epochs[-1].get("metrics") if epochs else None
-    return {k: v for k, v in found.items() if number(v) is not None} if isinstance(found, dict) else {}
+    values = epochs[-1].get("metrics") if epochs else None
+    return {k: v for k, v in values.items() if number(v) is not None} if isinstance(values, dict) else {}
 
 
 def _epoch_table(epochs: Sequence[Line]) -> dict[str, Any]:
     metrics = [line["metrics"] if isinstance(line.get("metrics"), dict) else {} for line in epochs]
-    names = list(dict.fromkeys(name for found in metrics for name in found))
+    names = list(dict.fromkeys(name for values in metrics for name in values))
     rows = [
         [text(_plus_one(line.get("epoch"))), text(line.get("step")), text(line.get("train_loss")),
-         *(text(found.get(name)) for name in names)]
-        for line, found in zip(epochs, metrics, strict=True)
+         *(text(values.get(name)) for name in names)]
+        for line, values in zip(epochs, metrics, strict=True)
     ]  # fmt: skip
     return {"columns": ["epoch", "step", "training loss", *(f"validation {name}" for name in names)], "rows": rows}
 
 
 def _checkpoint_table(run: RunLog) -> list[list[str]]:
-    found = []
+    rows = []
     lines = (*run.lines("checkpoints"), *run.lines("failed_checkpoints"))
     for line in sorted(lines, key=lambda line: number(line["time"]) or 0.0):
         name = storage.name(str(line.get("url", "")))
         state = "kept" if name in run.kept else "deleted"
         if "reason" in line:
             state = f"not written: {text(line['reason'])}"
-        found.append([name, text(line.get("step")), when(number(line["time"])), text(line.get("seconds")), state])
-    return found
+        rows.append([name, text(line.get("step")), when(number(line["time"])), text(line.get("seconds")), state])
+    return rows
 
 
 def _attempt_table(run: RunLog, now: float) -> list[list[str]]:
@@ -486,21 +486,21 @@ def _attempt_table(run: RunLog, now: float) -> list[list[str]]:
 def _environment(attempt: AttemptLog) -> list[tuple[str, str]]:
     spark, versions = attempt.about.get("spark"), attempt.about.get("versions")
     return [
-        (name, found)
-        for name, found in (
+        (name, fact)
+        for name, fact in (
             *(((f"Spark {key}" if key != "version" else "Spark", str(value)) for key, value in spark.items())
               if isinstance(spark, dict) else ()),
             *((key, str(value)) for key, value in (versions.items() if isinstance(versions, dict) else ())),
             ("driver", text(attempt.about.get("driver"))),
             ("resumed from", text(attempt.about.get("resumed_from"))),
         )
-        if found
+        if fact
     ]  # fmt: skip
 
 
 def _datasets(attempt: AttemptLog) -> list[list[str]]:
-    found = attempt.about.get("datasets")
-    sets = found.items() if isinstance(found, dict) else ()
+    datasets = attempt.about.get("datasets")
+    sets = datasets.items() if isinstance(datasets, dict) else ()
     return [[name, *(text(about.get(key)) for key in ("rows", "shards", "url"))] for name, about in sets
             if isinstance(about, dict)]  # fmt: skip
 

@@ -49,8 +49,8 @@ class AttemptLog:
     @property
     def ranks(self) -> Sequence[Mapping[str, Any]]:
         """Facts about each rank; empty if they are not known."""
-        found = self.about.get("ranks")
-        return found if isinstance(found, list) and all(isinstance(rank, dict) for rank in found) else []
+        recorded = self.about.get("ranks")
+        return recorded if isinstance(recorded, list) and all(isinstance(rank, dict) for rank in recorded) else []
 
     def host_of(self, rank: int) -> str:
         """Host of a rank; empty if it is not known."""
@@ -83,8 +83,8 @@ class RunLog:
 def read_run(run_dir: str) -> RunLog:
     """Reads a run folder. Called on the driver, without Spark. Raises ValueError if there is no run."""
     names = storage.list_names(run_dir)
-    own = {metrics.FILE, generations.FOLDER, environment.FOLDER, checkpoint.FOLDER}
-    if not own & {*names}:
+    run_names = {metrics.FILE, generations.FOLDER, environment.FOLDER, checkpoint.FOLDER}
+    if not run_names & {*names}:
         found = f"found {', '.join(names[:8])}" if names else "found nothing"
         raise ValueError(f"no run at {run_dir}: expected a run_dir of spark_dl.train, with {metrics.FILE}; {found}")
     lines, damaged = metrics.read_valid_lines(run_dir)
@@ -108,15 +108,19 @@ def number(value: Any) -> float | None:
 
 
 def _attempts(run_dir: str, recorded: Sequence[environment.AttemptRecord], *, is_legacy: bool) -> list[AttemptLog]:
-    found = {attempt.generation: attempt for attempt in recorded}
-    first = min(found, default=0)  # those before it belong to runs that were overwritten, of which nothing else is left
+    by_generation = {attempt.generation: attempt for attempt in recorded}
+    first = min(
+        by_generation, default=0
+    )  # those before it belong to runs that were overwritten, of which nothing else is left
     for name in storage.list_names(storage.within(run_dir, generations.FOLDER)):
         if name.isdecimal() and int(name) >= first:
-            found.setdefault(int(name), environment.AttemptRecord(int(name)))
-    if not found:
+            by_generation.setdefault(int(name), environment.AttemptRecord(int(name)))
+    if not by_generation:
         return [AttemptLog(0, {}, NOT_RECORDED)]
-    newest = max(found)
-    return [_attempt(run_dir, found[g], is_newest=g == newest, is_legacy=is_legacy) for g in sorted(found)]
+    newest = max(by_generation)
+    return [
+        _attempt(run_dir, by_generation[g], is_newest=g == newest, is_legacy=is_legacy) for g in sorted(by_generation)
+    ]
 
 
 def _attempt(run_dir: str, known: environment.AttemptRecord, *, is_newest: bool, is_legacy: bool) -> AttemptLog:
@@ -175,13 +179,13 @@ def _share_out(lines: Sequence[Line], attempts: Sequence[AttemptLog]) -> None:
     }  # fmt: skip
     for line in lines:
         at = number(line["time"]) or 0.0
-        own = attempts[0]
+        attempt_of_line = attempts[0]
         for attempt in attempts[1:]:
             begin = attempt.lines_from or attempt.started
             if begin is not None and at >= begin:
-                own = attempt
+                attempt_of_line = attempt
         if line["kind"] in kinds:
-            getattr(own, kinds[line["kind"]]).append(line)
+            getattr(attempt_of_line, kinds[line["kind"]]).append(line)
 
 
 def _finish(attempts: Sequence[AttemptLog]) -> None:
@@ -204,11 +208,11 @@ def last_sign(attempt: AttemptLog) -> float:
 
 
 def _config(run_dir: str, attempts: Sequence[AttemptLog]) -> Mapping[str, Any]:
-    found = attempts[-1].about.get("config")
-    if found is None:
+    config = attempts[-1].about.get("config")
+    if config is None:
         url = storage.within(run_dir, CONFIG)
         try:
-            found = yaml.safe_load(storage.read_bytes(url)) if storage.exists(url) else {}
+            config = yaml.safe_load(storage.read_bytes(url)) if storage.exists(url) else {}
         except (OSError, ValueError, RecursionError, yaml.YAMLError):
-            found = {}
-    return found if isinstance(found, dict) else {}
+            config = {}
+    return config if isinstance(config, dict) else {}

@@ -117,7 +117,7 @@ def find_stragglers(split: TimeSplit, *, factor: float = SLOW_FACTOR) -> list[St
         return []
     busy = split.data + split.compute
     typical, data, compute = _of_others(busy), _of_others(split.data), _of_others(split.compute)
-    found = []
+    stragglers = []
     for rank in range(split.num_ranks):
         slow = _in_a_row(busy[:, rank] > factor * typical[:, rank])
         at = np.flatnonzero(slow)
@@ -134,8 +134,8 @@ def find_stragglers(split: TimeSplit, *, factor: float = SLOW_FACTOR) -> list[St
             compute_s=float((split.compute - compute)[at, rank].sum()),
         )
         if straggler.surplus_s > LEAST_SHARE * split.seconds.sum():
-            found.append(straggler)
-    return sorted(found, key=lambda straggler: -straggler.surplus_s)
+            stragglers.append(straggler)
+    return sorted(stragglers, key=lambda straggler: -straggler.surplus_s)
 
 
 def _of_others(seconds: Floats) -> Floats:

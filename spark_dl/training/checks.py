@@ -66,13 +66,13 @@ def check_batch_loss(
     parts = [rows, rows, rows[:half], rows[half:]] if len(rows) > 1 else [torch.arange(len(batch["weight"]))] * 4
     with module_state_kept(model), generators_kept(_gpus(model)), torch.no_grad():
         model.eval()
-        found = []
+        losses = []
         for i, part in enumerate(parts):
             torch.manual_seed(i)
-            found.append(_loss_and_count(spec, model, select_rows(batch, part.to(rows.device)), config, call))
-    if len(rows) < 2 or not all(found):
+            losses.append(_loss_and_count(spec, model, select_rows(batch, part.to(rows.device)), config, call))
+    if len(rows) < 2 or not all(losses):
         return
-    (whole, count), (again, _), (first, first_count), (second, second_count) = (each for each in found if each)
+    (whole, count), (again, _), (first, first_count), (second, second_count) = (each for each in losses if each)
     tolerance = _TOLERANCE_ON_GPU if batch["weight"].is_cuda else _TOLERANCE
     if not math.isclose(whole, again, rel_tol=tolerance, abs_tol=tolerance):
         return  # it draws random numbers
@@ -317,11 +317,11 @@ class ReplicaCheck:
         device = self._world.device
         flag = torch.tensor([is_finite], dtype=torch.int64, device=device)
         own = torch.cat([flag, *(fingerprint(t).reshape(1).to(device) for t in tensors.values())])
-        found = [each.tolist() for each in gather_tensors(own)]
-        if not all(each[0] for each in found):
+        checksums = [each.tolist() for each in gather_tensors(own)]
+        if not all(each[0] for each in checksums):
             return
         keys = self._known[with_buffers]
-        drift = find_drift([dict(zip(k, each[1:], strict=True)) for k, each in zip(keys, found, strict=True)])
+        drift = find_drift([dict(zip(k, each[1:], strict=True)) for k, each in zip(keys, checksums, strict=True)])
         if drift is None:
             self._same_in = global_step
             return

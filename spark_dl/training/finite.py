@@ -222,8 +222,8 @@ def find_in_gradients(model: nn.Module, loss: Tensor, rank: int, global_step: in
 
 def first_of_all(own: NonFinite | None) -> NonFinite | None:
     """Returns the first finding over all ranks, or None. Collective."""
-    found = [NonFinite(*each) for each in gather_json(own and dataclasses.astuple(own)) if each is not None]
-    return min(found, default=None)
+    findings = [NonFinite(*each) for each in gather_json(own and dataclasses.astuple(own)) if each is not None]
+    return min(findings, default=None)
 
 
 def check_loss_scale(scaler: Any, global_step: int) -> None:
@@ -248,10 +248,10 @@ class StateCheck:
     def __init__(self, modules: Sequence[nn.Module], checkpoint: str | None):
         """checkpoint: source of the state, if it was restored. Raises ValueError for a bad trained parameter."""
         trained = ((name, p) for module in modules for name, p in module.named_parameters() if p.requires_grad)
-        if (found := first_not_finite(trained)) is not None:
+        if (bad := first_not_finite(trained)) is not None:
             where = f"the checkpoint {checkpoint}" if checkpoint else "spec.build"
             raise ValueError(
-                f"{where}: the parameter {found!r} is not finite (NaN or Inf) before the first step; resume from "
+                f"{where}: the parameter {bad!r} is not finite (NaN or Inf) before the first step; resume from "
                 "an earlier checkpoint, or build finite weights"
             )
         state = {str(i): module.state_dict() for i, module in enumerate(modules)}
@@ -260,10 +260,10 @@ class StateCheck:
     def problem(self, state: Mapping[str, Any], rank: int, last_checkpoint: str | None) -> str:
         """Returns why this rank's state must not be saved, or an empty string. state["model"]: of the modules."""
         named = ((name, t) for part, value in state.items() for name, t in named_tensors(value, part))
-        found = first_not_finite((name, tensor) for name, tensor in named if name not in self._allowed)
-        if found is None:
+        bad = first_not_finite((name, tensor) for name, tensor in named if name not in self._allowed)
+        if bad is None:
             return ""
-        return f"{found} is not finite (NaN or Inf) on rank {rank}; {_saved(last_checkpoint)}. {_ADVICE}"
+        return f"{bad} is not finite (NaN or Inf) on rank {rank}; {_saved(last_checkpoint)}. {_ADVICE}"
 
 
 def _saved(last_checkpoint: str | None) -> str:

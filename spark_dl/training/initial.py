@@ -75,17 +75,18 @@ def begin(
         return spec, saved.columns
     if config.train.init_from is None:
         return spec, ()
-    found = _find(config.train.init_from, config)
-    signing.warn_if_ignored(found.url, found.manifest, config.checkpoint.signing_key_file)
-    if overwrite and checkpoint.run_dir_of(found) == run_dir:
+    initial = _find(config.train.init_from, config)
+    signing.warn_if_ignored(initial.url, initial.manifest, config.checkpoint.signing_key_file)
+    if overwrite and checkpoint.run_dir_of(initial) == run_dir:
         raise ValueError(
-            f"train.init_from: {found.url} is a checkpoint of the run_dir, which overwrite deletes; use another run_dir"
+            f"train.init_from: {initial.url} is a checkpoint of the run_dir, which overwrite deletes; use another "
+            "run_dir"
         )
     if spec is None:
-        return None, found.columns
-    weights = InitialWeights(spec.build, found.url, found.sha256)
+        return None, initial.columns
+    weights = InitialWeights(spec.build, initial.url, initial.sha256)
     _check_fits(weights)
-    return dataclasses.replace(spec, build=weights), found.columns
+    return dataclasses.replace(spec, build=weights), initial.columns
 
 
 def for_rank(run: Run) -> Run:
@@ -93,10 +94,10 @@ def for_rank(run: Run) -> Run:
     url = run.config.train.init_from
     if url is None or run.checkpoint is not None or isinstance(run.spec.build, InitialWeights):
         return run
-    found = _find(url, run.config)
+    saved = _find(url, run.config)
     if run.train.columns:
-        check_reference_columns(run.train.select(run.config.data.columns), found.columns)
-    spec = dataclasses.replace(run.spec, build=InitialWeights(run.spec.build, found.url, found.sha256))
+        check_reference_columns(run.train.select(run.config.data.columns), saved.columns)
+    spec = dataclasses.replace(run.spec, build=InitialWeights(run.spec.build, saved.url, saved.sha256))
     return dataclasses.replace(run, spec=spec)
 
 
@@ -128,8 +129,8 @@ def code_of(spec: ModelSpec) -> dict[str, str]:
     """
     parts = {name: getattr(spec, name) for name in (*FUNCTIONS, "loss")}
     parts |= {f"metrics.{name}": metric for name, metric in spec.metrics.items()}
-    found = {f"spec.{name}": _checksum(part) for name, part in parts.items() if part is not None}
-    return {**found, _PYTHON: ".".join(map(str, sys.version_info[:2]))}
+    code = {f"spec.{name}": _checksum(part) for name, part in parts.items() if part is not None}
+    return {**code, _PYTHON: ".".join(map(str, sys.version_info[:2]))}
 
 
 def warn_of_changes(before: Mapping[str, str] | None, now: Mapping[str, str], url: str) -> None:

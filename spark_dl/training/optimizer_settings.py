@@ -108,14 +108,14 @@ class RateSchedule:
     def _monitored(self, values: Mapping[str, Any]) -> float:
         if self._monitor is None:
             return float(values.get("loss", values["train_loss"]))
-        found = values.get(self._monitor)
-        if not isinstance(found, int | float):
+        monitored = values.get(self._monitor)
+        if not isinstance(monitored, int | float):
             numbers = [name for name, value in values.items() if isinstance(value, int | float)]
             raise ValueError(
                 f"spec.optimizer: the scheduler monitors {self._monitor!r}, expected one of {numbers}, the numbers of "
                 "this epoch; add a metric of this name, or monitor one of these"
             )
-        return float(found)
+        return float(monitored)
 
     def check_without_validation(self) -> None:
         """Raises ValueError if the scheduler monitors a value of validation rows. Called if there are none."""
@@ -173,8 +173,8 @@ def by_name(state: Mapping[int, Any], before: Sequence[Sequence[str]], now: Sequ
     """
     places = {name: i for i, name in enumerate(name for group in before for name in group)}
     names = [name for group in now for name in group]
-    found = [(i, places[name]) for i, name in enumerate(names) if name in places]
-    return {i: state[place] for i, place in found if place in state}
+    pairs = [(i, places[name]) for i, name in enumerate(names) if name in places]
+    return {i: state[place] for i, place in pairs if place in state}
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,8 @@ class OptimizerSettings:
 
     def _groups(self) -> list[dict[str, Any]]:
         groups = self._optimizer.param_groups
-        found = [{key: v for key, v in group.items() if key not in ("params", "param_names")} for group in groups]
-        return list(plain_state(found, self._owner))
+        described = [{key: v for key, v in group.items() if key not in ("params", "param_names")} for group in groups]
+        return list(plain_state(described, self._owner))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint holds of the settings. Raises ValueError for what it cannot hold."""
@@ -281,11 +281,11 @@ class OptimizerSettings:
         places: dict[str, _Source] = {}
         first: Mapping[str, Any] | None = None
         wanted = {name for names in self._names for name in names}
-        for found in saved:
-            first = first or found
-            for at, names in enumerate(found["names"]):
+        for source in saved:
+            first = first or source
+            for at, names in enumerate(source["names"]):
                 for name in names:
-                    places.setdefault(name, _Source(found, at))
+                    places.setdefault(name, _Source(source, at))
             if wanted <= places.keys():
                 break
         self._new = [name for name in wanted if name not in places]
@@ -344,11 +344,11 @@ def _of_class(name: str) -> str:
 
 def _merged_group(saved: Mapping[str, Any], then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a group: a changed rate changes the scheduled rate by the same factor."""
-    found: dict[str, Any] = _merged(saved, then, now)
+    group: dict[str, Any] = _merged(saved, then, now)
     if "lr" in then and not _same(then["lr"], now["lr"]) and "lr" in saved:
         is_scheduled = not _same(saved["lr"], then["lr"]) and bool(then["lr"])
-        found["lr"] = saved["lr"] * (now["lr"] / then["lr"]) if is_scheduled else now["lr"]
-    return found
+        group["lr"] = saved["lr"] * (now["lr"] / then["lr"]) if is_scheduled else now["lr"]
+    return group
 
 
 def _merged(saved: Any, then: Any, now: Any) -> Any:
@@ -384,22 +384,23 @@ def _aligned(states: Sequence[Any], sources: Sequence[_Source | None], first: An
         states: the state that each group is from; None for a new group, which is as `built`.
     """
     if isinstance(first, dict):
-        found = {}
+        aligned = {}
         for key, value in first.items():
             parts = [state and state.get(key) for state in states]
-            own = built.get(key) if isinstance(built, dict) else None
+            as_built = built.get(key) if isinstance(built, dict) else None
             if key in _BY_GROUP and isinstance(value, list):
-                found[key] = [
-                    part[source.at] if source is not None else own[i] if own else None
+                aligned[key] = [
+                    part[source.at] if source is not None else as_built[i] if as_built else None
                     for i, (part, source) in enumerate(zip(parts, sources, strict=True))
                 ]
             else:
-                found[key] = _aligned(parts, sources, value, own)
-        return found
+                aligned[key] = _aligned(parts, sources, value, as_built)
+        return aligned
     if isinstance(first, list) and all(isinstance(part, dict) for part in first):  # those of SequentialLR
-        own = built if isinstance(built, list) and len(built) == len(first) else [None] * len(first)
+        as_built = built if isinstance(built, list) and len(built) == len(first) else [None] * len(first)
         return [
-            _aligned([state and state[k] for state in states], sources, part, own[k]) for k, part in enumerate(first)
+            _aligned([state and state[k] for state in states], sources, part, as_built[k])
+            for k, part in enumerate(first)
         ]
     return first
 

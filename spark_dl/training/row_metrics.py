@@ -138,14 +138,14 @@ def build_metrics(spec: ModelSpec, config: Config) -> list[RowMetric]:
 
     Raises ValueError for an unknown class, wrong arguments, and a name that is used twice.
     """
-    found = [build_metric(name, args, config.data.label) for name, args in config.train.metrics.items()]
+    row_metrics = [build_metric(name, args, config.data.label) for name, args in config.train.metrics.items()]
     for name, metric in spec.metrics.items():
         if name in config.train.metrics or name == "loss":
             raise ValueError(f"spec.metrics: the name {name!r} is already that of another metric; choose another one")
-        found.append(_own_metric(name, metric, config.data.label))
-    for row_metric in found:
+        row_metrics.append(_own_metric(name, metric, config.data.label))
+    for row_metric in row_metrics:
         row_metric.classes_second = isinstance(spec.loss, (nn.CrossEntropyLoss, nn.NLLLoss))
-    return found
+    return row_metrics
 
 
 def build_metric(name: str, args: Mapping[str, Any], label: str | None) -> RowMetric:
@@ -245,11 +245,11 @@ def decide(progress: TrainingProgress, train: Train, metrics: Mapping[str, Any],
             f"train.early_stop_metric: expected one of {list(metrics)}, the values of the validation rows, found "
             f"{train.early_stop_metric!r}"
         )
-    found = metrics[train.early_stop_metric]
-    if not isinstance(found, int | float):
-        raise _not_scalar(train.early_stop_metric, f"{found!r}"[:80])
+    measured = metrics[train.early_stop_metric]
+    if not isinstance(measured, int | float):
+        raise _not_scalar(train.early_stop_metric, f"{measured!r}"[:80])
     assert train.early_stop_mode is not None
-    value = float(found) if train.early_stop_mode == "min" else -float(found)
+    value = float(measured) if train.early_stop_mode == "min" else -float(measured)
     best = math.inf if progress.best is None or math.isnan(progress.best) else progress.best  # older versions saved NaN
     if value < best - train.early_stop_min_delta:
         progress.best, progress.epochs_without_gain = value, 0

@@ -54,15 +54,15 @@ class StateCopy:
 
         def copied(path: str, tensor: Tensor) -> Tensor:
             # Tied weights have two names and one memory, which the file shall have once, too.
-            own = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            if own not in done or not tensor.numel():
-                done[own] = self._tensors[path] = _copy_of(tensor.detach(), before.get(path))
-            return done[own]
+            storage_key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if storage_key not in done or not tensor.numel():
+                done[storage_key] = self._tensors[path] = _copy_of(tensor.detach(), before.get(path))
+            return done[storage_key]
 
-        found = plain_state(state, "", on_tensor=copied)
+        copy = plain_state(state, "", on_tensor=copied)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        return found
+        return copy
 
 
 def _copy_of(tensor: Tensor, into: Tensor | None) -> Tensor:
@@ -106,8 +106,8 @@ class BackgroundSave:
         self._thread = None
         if self._error is not None:
             raise self._error
-        found: tuple[Any, float] = self._result
-        return found
+        result: tuple[Any, float] = self._result
+        return result
 
     def close(self) -> None:
         """Waits some seconds for the end of the function, after an error of the training, which is raised instead."""
@@ -297,7 +297,7 @@ class RunState:
         training, of_rank = {**state["training"], "progress": dataclasses.asdict(self.progress)}, state["rank"]
         if parts is not None:
             del training["optimizer"]
-        found = saving.contents(
+        contents = saving.contents(
             world.rank, model=state["model"] if parts is None else None, training=training, tensors=parts,
             of_rank=of_rank, settings=None if parts is None else training["settings"],
         )  # fmt: skip
@@ -318,12 +318,12 @@ class RunState:
         self._begun = self._committed("", 0.0)
         if self._background is None:
             try:
-                commit = write(found)
+                commit = write(contents)
             except saving.NotWrittenError as error:
                 return self._not_written(error)
             self.saved_url, self._saved_sha256 = commit.url, commit.sha256
             return self._committed(commit.url, time.perf_counter() - start)
-        copy = dataclasses.replace(found, files=self._copy.of(found.files))
+        copy = dataclasses.replace(contents, files=self._copy.of(contents.files))
         self._background.start(functools.partial(write, copy))
         self._begun = self._committed("", time.perf_counter() - start)
         return None
@@ -335,12 +335,12 @@ class RunState:
             wait: waits until it is. Collective then.
         """
         try:
-            found = self._background.take(wait=wait) if self._background is not None else None
+            taken = self._background.take(wait=wait) if self._background is not None else None
         except saving.NotWrittenError as error:
             return self._not_written(error)
-        if found is None:
+        if taken is None:
             return None
-        commit, background_s = found
+        commit, background_s = taken
         self.saved_url, self._saved_sha256 = commit.url, commit.sha256
         return dataclasses.replace(self._begun, url=commit.url, background_s=background_s)
 
@@ -368,11 +368,11 @@ class RunState:
             return None
         train = self._run.config.train
         metric = train.early_stop_metric or "loss"
-        found = self.progress.history[-1]["metrics"].get(metric)
-        if not isinstance(found, int | float):
+        score = self.progress.history[-1]["metrics"].get(metric)
+        if not isinstance(score, int | float):
             return None
         rows = None if self._validation is None else str(self._validation.get("sha256"))
-        return checkpoint.Score(float(found), metric, train.early_stop_mode or "min", rows)
+        return checkpoint.Score(float(score), metric, train.early_stop_mode or "min", rows)
 
     def go_back(self) -> None:
         """Loads the last checkpoint of this run again. Every rank calls it, at the same step.
@@ -404,9 +404,9 @@ class RunState:
             weights = checkpoint.load(saved, "model.pt")
             for i, module in enumerate(trainable.modules):
                 load_into(module, weights[str(i)], f"cannot resume: the weights of {saved.url}")
-            own = trainable.optimizer.state_dict()
-            own["state"] = by_name(state["optimizer"]["state"], state["settings"]["names"], self._names)
-            trainable.optimizer.load_state_dict(own)
+            built = trainable.optimizer.state_dict()
+            built["state"] = by_name(state["optimizer"]["state"], state["settings"]["names"], self._names)
+            trainable.optimizer.load_state_dict(built)
         self._settings.load_state_dict(of_ranks, tells=world.rank == 0)
         for name, part in trainable.extra_state.items():
             part.load_state_dict(state["extra"][name])

@@ -71,8 +71,8 @@ def begin(run: Run, trial: int, config: Config, arguments: Mapping[str, Any], fo
     """
     run_dir = trial_dir(run.run_dir, trial, fold)
     generation, _ = run_folder.begin_attempt(run_dir, config, resume=False, overwrite=False)
-    own = dataclasses.replace(run, config=config, run_dir=run_dir, generation=generation)
-    run_folder.take_over(own, overwrite=False, keep=())
+    trial_run = dataclasses.replace(run, config=config, run_dir=run_dir, generation=generation)
+    run_folder.take_over(trial_run, overwrite=False, keep=())
     return Order(trial, config, dict(arguments), run_dir, generation, fold)
 
 
@@ -111,8 +111,8 @@ def _other_key(value: Any, path: str = "") -> str:
         for key, part in value.items():
             if not isinstance(key, str):
                 return f"{key!r} in {path}"
-            if found := _other_key(part, f"{path}.{key}" if path else key):
-                return found
+            if other := _other_key(part, f"{path}.{key}" if path else key):
+                return other
     if isinstance(value, list | tuple):
         return next(filter(None, (_other_key(part, f"{path}[{i}]") for i, part in enumerate(value))), "")
     return ""
@@ -127,10 +127,10 @@ def spec_of(spec: Spec, arguments: Mapping[str, Any]) -> ModelSpec:
                 "the function that returns the model; pass a function instead of a ModelSpec"
             )
         return spec
-    found = spec(**arguments)
-    if not isinstance(found, ModelSpec):
-        raise ValueError(f"spec: expected a function that returns a ModelSpec, it returned {found!r:.200}")
-    return found
+    spec_of_trial = spec(**arguments)
+    if not isinstance(spec_of_trial, ModelSpec):
+        raise ValueError(f"spec: expected a function that returns a ModelSpec, it returned {spec_of_trial!r:.200}")
+    return spec_of_trial
 
 
 def run_trials(run: Run, spec: Spec, *, report: Reporter) -> RankResult:
@@ -184,8 +184,8 @@ def _train(order: Mapping[str, Any], run: Run, spec: Spec, group: Group, report:
                 run, spec=spec_of(spec, order["arguments"]), config=config, run_dir=order["run_dir"],
                 generation=order["generation"],
             )  # fmt: skip
-            own = dataclasses.replace(world, report=report_trial, ends_run=ends_run)
-            result = worker.train_run(initial.for_rank(trial), own)
+            trial_world = dataclasses.replace(world, report=report_trial, ends_run=ends_run)
+            result = worker.train_run(initial.for_rank(trial), trial_world)
     except (Exception, SystemExit) as error:
         failure = describe(error, {"rank": group.world.rank, "host": group.world.host, "pid": os.getpid()})
         outcome: dict[str, Any] = {"failed": failure}

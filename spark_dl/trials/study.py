@@ -249,10 +249,10 @@ class Goal:
         known = {"train_loss": train_loss, **values}
         if self.metric not in known:
             raise ValueError(f"metric: expected one of {list(known)}, found {self.metric!r}")
-        found = known[self.metric]
-        if not isinstance(found, (int, float)) or not math.isfinite(found):
-            raise ValueError(f"metric: expected a finite number, found {self.metric}={found!r:.80}")
-        return float(found)
+        best = known[self.metric]
+        if not isinstance(best, (int, float)) or not math.isfinite(best):
+            raise ValueError(f"metric: expected a finite number, found {self.metric}={best!r:.80}")
+        return float(best)
 
 
 @dataclass
@@ -387,8 +387,8 @@ class StudyTrials:
 
     def _begin(self, trial: int, config: Config, arguments: Mapping[str, Any], fold: int | None) -> Order:
         if fold is not None:
-            own = {"train.validation_fraction": 1 / self._goal.num_folds, "train.validation_fold": fold}
-            config = build_config(with_settings(config.to_dict(), own))
+            fold_settings = {"train.validation_fraction": 1 / self._goal.num_folds, "train.validation_fold": fold}
+            config = build_config(with_settings(config.to_dict(), fold_settings))
         return begin(self._run, trial, config, arguments, fold)
 
     def _fail(self, number: int, error: str) -> None:
@@ -422,8 +422,8 @@ def take_up(study: optuna.Study, run_dir: str, goal: Mapping[str, Any] | None = 
     Called when the run has a new generation, so the earlier attempt gives out no more trials. goal: `Goal.of_trials`.
     Raises ValueError if the study does not have the trials of the run, or if these have another goal.
     """
-    own = _own(study, run_dir)
-    for trial in own:
+    known_trials = _own(study, run_dir)
+    for trial in known_trials:
         now = json.loads(json.dumps(goal or {}))
         before = trial.user_attrs.get(GOAL, now)
         if goal is not None and before != now:
@@ -436,15 +436,15 @@ def take_up(study: optuna.Study, run_dir: str, goal: Mapping[str, Any] | None = 
                 f"cannot resume the study of {run_dir}, as the values of its trials could not be compared with those "
                 f"of new ones ({'; '.join(differ)}); restore the settings, or use another run_dir"
             )
-    if not own and has_trials(run_dir):
+    if not known_trials and has_trials(run_dir):
         raise ValueError(
             f"study: found none of the trials of {run_dir}; to resume, pass the study of the earlier attempt from its "
             "storage: optuna.load_study(...)"
         )
-    for trial in own:
+    for trial in known_trials:
         if trial.state.name == "RUNNING":
             _tell(study, trial.number, "failed")
-    again = {trial.user_attrs.get(RETRY_OF) for trial in own}
+    again = {trial.user_attrs.get(RETRY_OF) for trial in known_trials}
     for trial in _own(study, run_dir):
         if _is_lost(trial) and trial.number not in again:
             again_attrs = {RUN_DIR: run_dir, RUN: generations.read_run_id(run_dir), RETRY_OF: trial.number}
@@ -522,8 +522,8 @@ def _result(trial: optuna.trial.FrozenTrial, base: Config, run_dir: str) -> Tria
         value=trial.value,
         config=config if VALUES in trial.user_attrs else None,
         results=tuple(
-            TrainResult(**{**found, "history": history_of(found["run_dir"])})
-            for found in _moved(trial.user_attrs.get(RESULTS, ()), trial.user_attrs.get(RUN_DIR), run_dir)
+            TrainResult(**{**training, "history": history_of(training["run_dir"])})
+            for training in _moved(trial.user_attrs.get(RESULTS, ()), trial.user_attrs.get(RUN_DIR), run_dir)
         ),
         error=trial.user_attrs.get(ERROR, ""),
         seconds=trial.duration.total_seconds() if trial.duration else 0.0,
@@ -533,10 +533,10 @@ def _result(trial: optuna.trial.FrozenTrial, base: Config, run_dir: str) -> Tria
 def _moved(results: Sequence[Mapping[str, Any]], before: str | None, run_dir: str) -> list[dict[str, Any]]:
     """Returns the results of a trial with the URLs that they have now. before: the folder of the run then."""
     if before is None or before == run_dir:
-        return [dict(found) for found in results]
+        return [dict(training) for training in results]
 
     def moved(value: Any) -> Any:
         is_inside = isinstance(value, str) and value.startswith(f"{before}/")
         return f"{run_dir}{value[len(before) :]}" if is_inside else value
 
-    return [{key: moved(value) for key, value in found.items()} for found in results]
+    return [{key: moved(value) for key, value in training.items()} for training in results]

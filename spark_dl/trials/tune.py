@@ -216,14 +216,14 @@ def import_optuna() -> Any:
 def _open_study(direction: Direction | None, run: Run, *, resume: bool) -> Any:
     """Returns the study in a local run folder, a new one or that of the earlier attempt."""
     optuna = import_optuna()
-    found = None
+    storage_of_study = None
     if storage.is_local(run.run_dir):
         url = storage.within(run.run_dir, STUDY)
         storage.append(url, b"")  # Optuna would create it readable for all, and follow a link
         path = storage.resolve(url)[1]
-        found = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(path))
+        storage_of_study = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(path))
     study = optuna.create_study(
-        storage=found,
+        storage=storage_of_study,
         study_name="trials",
         direction=direction,
         load_if_exists=resume,

@@ -211,11 +211,11 @@ class _OpenLoader:
         if step.epoch != epoch or not ready <= step.step <= ready + _MAX_STEPS_PASSED_BY:
             self.close()
             self._steps = self.loader.epoch(step.epoch, step.step)
-        found: StepBatches = next(batches for batches in self._steps if batches.step == step.step)
+        step_batches: StepBatches = next(batches for batches in self._steps if batches.step == step.step)
         self._next = (step.epoch, step.step + 1)
         if step.step + 1 == self.loader.plan.steps:
             self.close()
-        return found.micro_batches
+        return step_batches.micro_batches
 
     def close(self) -> None:
         """Ends the threads that read ahead."""

@@ -48,19 +48,19 @@ class MiniBatchQueue:
 
     def of(self, trainer: int) -> MiniBatch | None:
         """Returns the mini-batch that a trainer must compute, the same until `finish`; None if none is left for it."""
-        found = self._range_of(trainer) or self._free_range(trainer) or self._half_of_another()
-        if found is None:
+        work = self._range_of(trainer) or self._free_range(trainer) or self._half_of_another()
+        if work is None:
             return None
-        found.trainer = trainer
-        return MiniBatch(found.part, found.start)
+        work.trainer = trainer
+        return MiniBatch(work.part, work.start)
 
     def finish(self, trainer: int) -> None:
         """Marks the trainer's mini-batch as used."""
-        found = self._range_of(trainer)
-        assert found is not None
-        found.start += 1
-        if not found.left:
-            self._ranges.remove(found)
+        work = self._range_of(trainer)
+        assert work is not None
+        work.start += 1
+        if not work.left:
+            self._ranges.remove(work)
 
     @property
     def num_left(self) -> int:

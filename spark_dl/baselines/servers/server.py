@@ -49,7 +49,7 @@ class ServerState:
         So a gradient that other servers have already used arrives completely. Raises RuntimeError with the rank and
         host of a trainer that is lost, or sends nothing for too long.
         """
-        found, pausing = [], set[int]()
+        messages, pausing = [], set[int]()
         while len(pausing) < trainers:
             message = self.wire.receive(timeout_s)
             if message is None:
@@ -61,8 +61,8 @@ class ServerState:
             if message.head["kind"] == "pausing":
                 pausing.add(message.rank)
             else:
-                found.append(message)
-        return found
+                messages.append(message)
+        return messages
 
     def missing(self, keys: Sequence[Key]) -> list[Key]:
         """Returns those of these gradients that have not arrived."""

@@ -55,16 +55,16 @@ def cast_cells(name: str, cells: Array | Ragged, dtype: str) -> Array | Ragged:
     if str(values.dtype) == dtype:
         return cells
     with np.errstate(all="ignore"):
-        found = values.astype(dtype)
-        is_same = np.isfinite(found) == np.isfinite(values) if found.dtype.kind == "f" else found == values
+        casted = values.astype(dtype)
+        is_same = np.isfinite(casted) == np.isfinite(values) if casted.dtype.kind == "f" else casted == values
     if not is_same.all():
         raise ValueError(
             f"column {name!r}: found the value {values[~is_same][0]} of {values.dtype}, expected values that "
             f"{dtype} can hold (data.cast.{name}); choose another dtype, or change the values"
         )
-    if found.dtype.kind == "f" and values.dtype.kind in "iu":
-        _check_different(name, values.reshape(-1), found.reshape(-1))
-    return Ragged(found, cells.offsets) if isinstance(cells, Ragged) else found
+    if casted.dtype.kind == "f" and values.dtype.kind in "iu":
+        _check_different(name, values.reshape(-1), casted.reshape(-1))
+    return Ragged(casted, cells.offsets) if isinstance(cells, Ragged) else casted
 
 
 def _check_different(name: str, values: Array, found: Array) -> None:
@@ -106,8 +106,8 @@ def row_weights(name: str, cells: Array | Ragged, is_true_row: Array) -> Array:
     if not ((weights >= 0) & np.isfinite(weights)).all():
         bad = cells[~((weights >= 0) & np.isfinite(weights))][0]
         raise ValueError(f"data.weight: expected finite weights >= 0 in column {name!r}, found {bad}")
-    found: Array = weights * is_true_row
-    return found
+    weights_of_rows: Array = weights * is_true_row
+    return weights_of_rows
 
 
 @dataclass(frozen=True)
@@ -186,10 +186,10 @@ class BatchBuilder:
         size = rows * self._fixed_bytes
         if not self._ragged:
             return size
-        found = {c.name: self._ragged_bytes(c, [part.cells[i] for part in parts]) for i, c in self._ragged}
-        size += sum(of_column for of_column, _ in found.values())
+        ragged_bytes = {c.name: self._ragged_bytes(c, [part.cells[i] for part in parts]) for i, c in self._ragged}
+        size += sum(of_column for of_column, _ in ragged_bytes.values())
         if self.memory is not None and size > self.memory:
-            name, (most, longest) = max(found.items(), key=lambda item: item[1])
+            name, (most, longest) = max(ragged_bytes.items(), key=lambda item: item[1])
             padded, change = "", ""
             if self.ragged == "pad":
                 padded = ", to which all others are padded"

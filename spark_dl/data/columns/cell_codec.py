@@ -56,17 +56,17 @@ def encode(column: Column, values: Array | Ragged) -> pa.Array:
 
 
 def _encode_ragged(column: Column, values: Ragged) -> pa.Array:
-    own = np.ascontiguousarray(values.own_values, dtype=column.dtype)
-    _check_group_bytes(column, len(values), max(own.nbytes, own.size))
+    flat = np.ascontiguousarray(values.own_values, dtype=column.dtype)
+    _check_group_bytes(column, len(values), max(flat.nbytes, flat.size))
     offsets = (values.offsets - values.offsets[0]).astype(np.int32)
     if column.codec in ("binary", "image"):
-        return pa.Array.from_buffers(pa.binary(), len(values), [None, pa.py_buffer(offsets), pa.py_buffer(own)])
-    array = pa.array(own.reshape(-1))
+        return pa.Array.from_buffers(pa.binary(), len(values), [None, pa.py_buffer(offsets), pa.py_buffer(flat)])
+    array = pa.array(flat.reshape(-1))
     arrow = array.type
-    for axis in range(own.ndim - 1, 0, -1):
+    for axis in range(flat.ndim - 1, 0, -1):
         arrow = pa.list_(pa.field("element", arrow, nullable=False))
-        count = math.prod(own.shape[:axis])
-        array = pa.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32) * own.shape[axis], array, type=arrow)
+        count = math.prod(flat.shape[:axis])
+        array = pa.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32) * flat.shape[axis], array, type=arrow)
     return pa.ListArray.from_arrays(offsets, array, type=arrow_type(column))
 
 

@@ -76,26 +76,26 @@ def _read_present(column: SourceColumn, array: pa.Array, known: Shape | None, lo
         return _bytes(array)
     if column.kind == "scalar":
         return numbers(column, array, lookup)
-    found = levels(array)
-    check_inner_nulls(column, found)
+    by_level = levels(array)
+    check_inner_nulls(column, by_level)
     first = 1 if column.ragged else 0
-    shape = [_fixed_length(column, found, level, known) for level in range(first, len(found) - 1)]
-    flat = elements(column, found, lookup)
+    shape = [_fixed_length(column, by_level, level, known) for level in range(first, len(by_level) - 1)]
+    flat = elements(column, by_level, lookup)
     if not column.ragged:
         return flat.reshape(len(array), *shape)
     lengths = pc.list_value_length(array).to_numpy(zero_copy_only=False)
     return from_lengths(flat.reshape(int(lengths.sum()), *shape), lengths)
 
 
-def _fixed_length(column: SourceColumn, found: list[pa.Array], level: int, known: Shape | None) -> int:
-    lengths = pc.list_value_length(found[level]).to_numpy(zero_copy_only=False)
+def _fixed_length(column: SourceColumn, by_level: list[pa.Array], level: int, known: Shape | None) -> int:
+    lengths = pc.list_value_length(by_level[level]).to_numpy(zero_copy_only=False)
     length, bad = one_length(lengths, known[level] if known else None)
     if bad is not None:
         unequal = f"arrays of lengths {sorted({int(n) for n in np.unique(lengths)})[:8]}"
         ask = "; only the first axis of a ragged column can vary" if column.ragged else ""
         ask = ask if level else f", or set data.encode.{column.name}: {{ragged: true}}"
         expected = f"one length; {shape_source(known)} {length}{ask}"
-        raise BadCellsError(column.name, int(rows_of_level(found, level)[bad]), unequal, expected)
+        raise BadCellsError(column.name, int(rows_of_level(by_level, level)[bad]), unequal, expected)
     return length
 
 

@@ -30,16 +30,16 @@ def levels(array: pa.Array) -> list[pa.Array]:
     if pa.types.is_struct(array.type):
         lists = array.field("values")
         return [array, lists, lists.flatten()]
-    found = [array]
-    while _is_list(found[-1].type):
-        found.append(found[-1].flatten())
-    return found
+    by_level = [array]
+    while _is_list(by_level[-1].type):
+        by_level.append(by_level[-1].flatten())
+    return by_level
 
 
-def rows_of_level(found: list[pa.Array], level: int) -> npt.NDArray[np.int64]:
+def rows_of_level(by_level: list[pa.Array], level: int) -> npt.NDArray[np.int64]:
     """The row of each value of one of the `levels`. # (len(found[level]),)"""
-    rows = np.arange(len(found[0]))
-    for lists in found[:level]:
+    rows = np.arange(len(by_level[0]))
+    for lists in by_level[:level]:
         if _is_list(lists.type):
             rows = np.repeat(rows, pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False))
     return rows
@@ -47,27 +47,27 @@ def rows_of_level(found: list[pa.Array], level: int) -> npt.NDArray[np.int64]:
 
 def null_rows(array: pa.Array) -> npt.NDArray[np.bool_] | None:
     """Mask of rows with a null at any depth; None if there are none. # (rows,)"""
-    found = levels(array)
-    if not any(values.null_count for values in found):
+    by_level = levels(array)
+    if not any(values.null_count for values in by_level):
         return None
     bad = np.zeros(len(array), dtype=bool)
-    for level, values in enumerate(found):
+    for level, values in enumerate(by_level):
         if values.null_count:
-            bad[rows_of_level(found, level)[values.is_null().to_numpy(zero_copy_only=False)]] = True
+            bad[rows_of_level(by_level, level)[values.is_null().to_numpy(zero_copy_only=False)]] = True
     return bad
 
 
 def nonfinite_rows(array: pa.Array) -> npt.NDArray[np.bool_] | None:
     """Mask of rows with NaN or Inf at any depth; None if there are none. # (rows,)"""
-    found = levels(array)
-    if not pa.types.is_floating(found[-1].type):
+    by_level = levels(array)
+    if not pa.types.is_floating(by_level[-1].type):
         return None
-    values = found[-1].fill_null(0) if found[-1].null_count else found[-1]
+    values = by_level[-1].fill_null(0) if by_level[-1].null_count else by_level[-1]
     is_finite = np.isfinite(values.to_numpy(zero_copy_only=False))
     if is_finite.all():
         return None
     bad = np.zeros(len(array), dtype=bool)
-    bad[rows_of_level(found, len(found) - 1)[~is_finite]] = True
+    bad[rows_of_level(by_level, len(by_level) - 1)[~is_finite]] = True
     return bad
 
 
@@ -101,21 +101,21 @@ def numbers(column: SourceColumn, values: pa.Array, lookup: Lookup | None = None
     return types.numbers(column, values, lookup)
 
 
-def elements(column: SourceColumn, found: list[pa.Array], lookup: Lookup | None = None) -> Array:
+def elements(column: SourceColumn, by_level: list[pa.Array], lookup: Lookup | None = None) -> Array:
     """The innermost elements of arrays or vectors, concatenated. A BadCellsError has the row of the cell."""
     try:
-        return numbers(column, found[-1], lookup)
+        return numbers(column, by_level[-1], lookup)
     except BadCellsError as error:
-        row = int(rows_of_level(found, len(found) - 1)[error.row])
+        row = int(rows_of_level(by_level, len(by_level) - 1)[error.row])
         inside = f"{error.found} inside {_A_CELL[column.kind]}"
         raise BadCellsError(column.name, row, inside, error.expected) from None
 
 
-def check_inner_nulls(column: SourceColumn, found: list[pa.Array]) -> None:
+def check_inner_nulls(column: SourceColumn, by_level: list[pa.Array]) -> None:
     """Raises BadCellsError for a null inside an array or vector; with a fill, innermost elements may be null."""
-    for level, values in enumerate(found if column.fill is None else found[:-1]):
+    for level, values in enumerate(by_level if column.fill is None else by_level[:-1]):
         if values.null_count:
-            row = int(rows_of_level(found, level)[first_true(values.is_null())])
+            row = int(rows_of_level(by_level, level)[first_true(values.is_null())])
             raise BadCellsError(column.name, row, f"a null inside {_A_CELL[column.kind]}", NO_NULLS)
 
 

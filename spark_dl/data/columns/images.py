@@ -125,8 +125,8 @@ def _orientation(image: Any, how: Encoding) -> int:
     """How the picture lies in the file, 1 to 8 as in EXIF; 1 if it is to be ignored."""
     if how.orientation != "apply" or "exif" not in image.info:
         return 1
-    found = image.getexif().get(_ORIENTATION, 1)
-    return found if found in range(1, 9) else 1
+    orientation = image.getexif().get(_ORIENTATION, 1)
+    return orientation if orientation in range(1, 9) else 1
 
 
 def _size(image: Any, orientation: int) -> tuple[int, int]:

@@ -132,8 +132,8 @@ def clean_batch(
             ),
         ):
             if rows is not None and policy in ("drop", "fill"):
-                found = dropped if policy == "drop" else filled
-                found[column.name] = rows | found.get(column.name, False)
+                tally = dropped if policy == "drop" else filled
+                tally[column.name] = rows | tally.get(column.name, False)
                 keep &= ~rows if policy == "drop" else True
     if not keep.all():
         arrays = [a.filter(pa.array(keep)) for a in arrays]

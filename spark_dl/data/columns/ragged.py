@@ -102,9 +102,9 @@ def from_lengths(values: Array, lengths: npt.NDArray[Any]) -> Ragged:
 def take(ragged: Ragged, rows: npt.NDArray[np.integer[Any]]) -> Ragged:
     """Copies the given rows, in this order. # rows: (n,)"""
     lengths, starts = ragged.lengths[rows], ragged.offsets[:-1][rows]
-    found = from_lengths(np.empty((int(lengths.sum()), *ragged.inner), ragged.values.dtype), lengths)
-    copy_rows(ragged.values, starts, lengths, found.values, found.offsets[:-1])
-    return found
+    taken = from_lengths(np.empty((int(lengths.sum()), *ragged.inner), ragged.values.dtype), lengths)
+    copy_rows(ragged.values, starts, lengths, taken.values, taken.offsets[:-1])
+    return taken
 
 
 def copy_rows(

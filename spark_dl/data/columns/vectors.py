@@ -16,8 +16,8 @@ def vectors(column: SourceColumn, array: pa.Array, known: Shape | None) -> Array
     The Arrow type is a struct of type (1 dense, 0 sparse), size and indices (sparse only), and values.
     Raises BadCellsError for malformed vectors, nulls, and vectors of unequal sizes.
     """
-    found = levels(array)
-    check_inner_nulls(column, found)
+    by_level = levels(array)
+    check_inner_nulls(column, by_level)
     types = array.field("type").cast(pa.int64()).fill_null(-1).to_numpy(zero_copy_only=False)
     counts = array.field("values").value_lengths().to_numpy(zero_copy_only=False)
     _check_form(column, array, types, counts)
@@ -27,7 +27,7 @@ def vectors(column: SourceColumn, array: pa.Array, known: Shape | None) -> Array
     if bad is not None:
         unequal = f"vectors of sizes {sorted({int(n) for n in np.unique(sizes)})[:8]}"
         raise BadCellsError(column.name, bad, unequal, f"one size; {shape_source(known)} {size}")
-    values = elements(column, found)
+    values = elements(column, by_level)
     if dense.all():
         return values.reshape(len(array), size)
     out = np.zeros((len(array), size))

@@ -193,13 +193,13 @@ def shard_from_plain(plain: Mapping[str, Any]) -> Shard:
 
 def _counts_from_plain(plain: Mapping[str, Any], what: str) -> dict[str, tuple[int, ...]]:
     """Returns counts by column; none for shards of earlier versions."""
-    found = plain.get(what, {})
-    for name, counts in found.items():
+    by_column = plain.get(what, {})
+    for name, counts in by_column.items():
         if [type(n) is int and 0 <= n < 2**63 for n in counts] != [True] * len(plain["row_groups"]):
             raise ValueError(
                 f"the shard {plain['name']!r:.200}: found the invalid {what} {counts!r:.200} of {name!r:.99}"
             )
-    return {name: tuple(counts) for name, counts in found.items()}
+    return {name: tuple(counts) for name, counts in by_column.items()}
 
 
 def prepare_folder(url: str, overwrite: bool) -> list[str]:

@@ -128,8 +128,8 @@ class ShardTable(Sequence[Shard]):
 
     def column(self, name: str) -> list[Any]:
         """Returns a field of all files."""
-        found: list[Any] = self.files.column(name).to_pylist()
-        return found
+        cells: list[Any] = self.files.column(name).to_pylist()
+        return cells
 
     def name_of(self, shard: int) -> str:
         """Returns the file name of a shard."""
@@ -158,11 +158,11 @@ class ShardTable(Sequence[Shard]):
 
 def _counted(shards: Sequence[Shard], counts_of: Callable[[Shard], Mapping[str, Sequence[int]]]) -> dict[str, Ints]:
     """Returns the counts of the row groups of all shards, by column."""
-    found = {}
+    by_column = {}
     for name in dict.fromkeys(name for s in shards for name in counts_of(s)):
         counts = (counts_of(s).get(name) or (NOT_KNOWN,) * len(s.row_groups) for s in shards)
-        found[name] = np.fromiter(itertools.chain.from_iterable(counts), np.int64)
-    return found
+        by_column[name] = np.fromiter(itertools.chain.from_iterable(counts), np.int64)
+    return by_column
 
 
 def known_or_mean(known: Ints | None, bytes_of: Callable[..., Any], rows: Ints) -> Any:

@@ -48,7 +48,7 @@ def external_column(
     """
     is_partition = all(name in partition for partition in partitions.values())
     types = [type_at(file.schema, name) for file in files]
-    arrow = next((found for found in types if not without_values(found)), types[0])
+    arrow = next((kind for kind in types if not without_values(kind)), types[0])
     if name in fields and name in files[0].schema.names and not is_string_or_time(fields[name]):
         column = petastorm_column(fields[name], settings)
         _check_vocabulary(column)
@@ -107,8 +107,8 @@ def _petastorm_column(column: Column, is_ragged: bool, url: str, files: Sequence
         fill = _fill(source, pa.string() if is_lookup else pa.from_numpy_dtype(dtype), data)
     if None in shape[1 if is_ragged else 0 :]:
         paths = [storage.join(url, f.name) for f in files]
-        found = _first_shape(column.name, paths, functools.partial(_petastorm_shape, column, is_ragged))
-        shape = (None, *found[1:]) if is_ragged else found
+        first_shape = _first_shape(column.name, paths, functools.partial(_petastorm_shape, column, is_ragged))
+        shape = (None, *first_shape[1:]) if is_ragged else first_shape
     mean = _mean_size(column.name, files, unit=unit_of(column)) if is_ragged else None
     return dataclasses.replace(column, shape=shape, mean_size=mean, fill=fill)
 

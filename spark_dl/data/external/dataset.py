@@ -91,8 +91,8 @@ def open_parquet(
 
 def _partitions_of(file: File) -> dict[str, str]:
     """Returns the hive partition's values by column, without columns that the file itself has."""
-    found = petastorm_metadata.hive_partitions(file.name)
-    return {name: value for name, value in found.items() if name not in file.schema.names}
+    partitions = petastorm_metadata.hive_partitions(file.name)
+    return {name: value for name, value in partitions.items() if name not in file.schema.names}
 
 
 def _check_nulls(url: str, files: Sequence[File], columns: Sequence[Column], data: Data) -> None:
@@ -150,10 +150,10 @@ def _petastorm_fields(url: str, files: Sequence[File]) -> Mapping[str, Field]:
 
 def _check_listed(url: str, files: Sequence[File], listed: Mapping[str, int]) -> None:
     """Raises ValueError unless the files of a folder are those in Petastorm's list, which Petastorm itself requires."""
-    found = {f.name: len(f.row_groups) for f in files if sum(f.row_groups) or f.name in listed}
-    for name in sorted({*found, *listed}):
-        if found.get(name) != listed.get(name):
-            there = f"{found[name]} row groups" if name in found else "nothing"
+    groups = {f.name: len(f.row_groups) for f in files if sum(f.row_groups) or f.name in listed}
+    for name in sorted({*groups, *listed}):
+        if groups.get(name) != listed.get(name):
+            there = f"{groups[name]} row groups" if name in groups else "nothing"
             expected = f"{listed[name]} row groups" if name in listed else "no such file"
             raise ValueError(
                 f"the dataset {url} is incomplete: found {there} at {name!r:.200}, expected {expected}, as its "

@@ -120,27 +120,27 @@ def list_files(url: str, *, require_success: bool = True) -> tuple[bool, list[tu
     _check_no_iceberg_parent(url, storage.dirname([url, *parents][-1]))
     if require_success and "_SUCCESS" not in above:
         _check_success(url, names)
-    found = []
+    files = []
     for relative, entry in zip(names, entries, strict=True):
         if entry.type == fs.FileType.Directory or any(_is_hidden(part) for part in relative.split("/")):
             continue
         if entry.type != fs.FileType.File:
             raise ValueError(f"{storage.join(url, relative)} is neither a file nor a folder; remove it")
-        found.append((relative, entry.size))
+        files.append((relative, entry.size))
     if storage.is_local(url):
-        _check_links(path, [relative for relative, _ in found])
-    if not found:
+        _check_links(path, [relative for relative, _ in files])
+    if not files:
         raise ValueError(f"no dataset at {url}: found a folder without a manifest and without data files")
-    return True, sorted(found)
+    return True, sorted(files)
 
 
 def parents_of(url: str) -> list[str]:
     """Returns the parents of a hive partition like `year=2024/month=5`, up to the dataset's folder; else none."""
-    found = []
+    parents = []
     while "=" in storage.name(url):
         url = storage.dirname(url)
-        found.append(url)
-    return found
+        parents.append(url)
+    return parents
 
 
 def _is_hidden(name: str) -> bool:
@@ -177,8 +177,8 @@ def _check_no_job(url: str, names: Sequence[str]) -> None:
         depth, hidden = next(((i, part) for i, part in enumerate(parts, 1) if _is_hidden(part)), (0, ""))
         for start, why in _NOT_WHOLE.items():
             if hidden.startswith(start):
-                found = "/".join(parts[:depth])
-                raise ValueError(f"{url} cannot be read as plain Parquet files: found {found} in it; {why}")
+                parent = "/".join(parts[:depth])
+                raise ValueError(f"{url} cannot be read as plain Parquet files: found {parent} in it; {why}")
 
 
 def _check_no_iceberg_parent(url: str, parent: str) -> None:
@@ -269,14 +269,14 @@ def _sizes(footer: pq.ParquetFile, names: Sequence[str]) -> Mapping[str, tuple[t
 
 
 def _nulls(footer: pq.ParquetFile, names: Sequence[str]) -> Mapping[str, tuple[int, ...]]:
-    metadata, found = footer.metadata, {}
+    metadata, counts = footer.metadata, {}
     groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
     for i in range(len(footer.schema)):
         leaf = footer.schema.column(i)
         if leaf.path in names and not leaf.max_repetition_level and leaf.max_definition_level:
             statistics = [group.column(i).statistics for group in groups]
-            found[leaf.path] = tuple((s.null_count or 0) if s and s.has_null_count else 0 for s in statistics)
-    return found
+            counts[leaf.path] = tuple((s.null_count or 0) if s and s.has_null_count else 0 for s in statistics)
+    return counts
 
 
 def elements_of(name: str, file: File, *, unit: int | None) -> tuple[int, ...]:
@@ -291,12 +291,12 @@ def elements_of(name: str, file: File, *, unit: int | None) -> tuple[int, ...]:
 
 def names_below(fields: Any, prefix: str = "") -> list[str]:
     """Returns the paths of columns and of the fields of structs."""
-    found = []
+    names = []
     for field in fields:
-        found.append(f"{prefix}{field.name}")
+        names.append(f"{prefix}{field.name}")
         if pa.types.is_struct(field.type):
-            found += names_below(field.type, f"{prefix}{field.name}.")
-    return found
+            names += names_below(field.type, f"{prefix}{field.name}.")
+    return names
 
 
 def type_at(arrow: pa.Schema, name: str) -> pa.DataType | None:
@@ -305,13 +305,13 @@ def type_at(arrow: pa.Schema, name: str) -> pa.DataType | None:
         raise ValueError(f"found column {name!r} {count} times in one file; write the file again with unique names")
     if count:
         return arrow.field(name).type
-    found: Any = arrow
+    at: Any = arrow
     for part in name.split("."):
-        fields = {f.name: f.type for f in found} if found is arrow or pa.types.is_struct(found) else {}
+        fields = {f.name: f.type for f in at} if at is arrow or pa.types.is_struct(at) else {}
         if part not in fields:
             return None
-        found = fields[part]
-    return found
+        at = fields[part]
+    return at
 
 
 def check_in_all(url: str, name: str, has: Mapping[str, bool], *, key: str = "") -> None:
@@ -450,18 +450,18 @@ def _count(url: str, shard: Shard, conditions: AnyOf, memory: ByteBudget) -> tup
             file = _open(path, source, shard, columns_of(left))
             _check_file(path, file, shard, left)
             indexed = IndexedFile(source, file, dictionary_columns=columns_of(left))
-            found = [
+            counts = [
                 _count_row_group(path, file, indexed, group, left, memory) for group in range(len(shard.row_groups))
             ]
     except (pa.ArrowException, OSError) as error:
         raise RuntimeError(f"cannot read {path} for data.filters: {error}") from error
-    return [rows for rows, _ in found], sum(was_read for _, was_read in found)
+    return [rows for rows, _ in counts], sum(was_read for _, was_read in counts)
 
 
 def _check_file(path: str, file: pq.ParquetFile, shard: Shard, conditions: AnyOf) -> None:
-    found = tuple(file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups))
-    if found != shard.row_groups:
-        raise RuntimeError(f"{path} has row groups of {found} rows, expected {shard.row_groups}")
+    group_rows = tuple(file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups))
+    if group_rows != shard.row_groups:
+        raise RuntimeError(f"{path} has row groups of {group_rows} rows, expected {shard.row_groups}")
     for condition in itertools.chain.from_iterable(conditions):
         arrow = type_at(file.schema_arrow, condition.column)
         expected, is_same = condition.values.type, comparable_type(arrow) == comparable_type(condition.values.type)

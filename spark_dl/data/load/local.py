@@ -87,8 +87,8 @@ class Spilled:
 
         Raises the same ValueError on all ranks for invalid cells on any rank, cells of unequal shape, and no rows.
         """
-        found = (PartitionResult.from_plain(p) for p in gather("parts", asdict(self.result)))
-        parts = sorted(found, key=lambda p: p.partition)
+        results = (PartitionResult.from_plain(p) for p in gather("parts", asdict(self.result)))
+        parts = sorted(results, key=lambda p: p.partition)
         own = self.result.partition
         assert [p.partition for p in parts] == list(range(len(parts)))
         parts[own] = self.result  # not gathered, to open the files that this rank wrote
@@ -172,8 +172,8 @@ def _temporary_folder(parent: str, env: Mapping[str, str] | None) -> Iterator[st
 def _first_row(spilled: Spilled, columns: tuple[Column, ...]) -> list[Array]:
     """Returns the cells of this rank's first row; for ragged columns their values."""
     out: list[Array | list[Ragged]] = [[] if c.is_ragged else np.empty((1, *c.inner), dtype=c.dtype) for c in columns]
-    own = ShardSet(spilled.url, columns, ShardTable.of(spilled.result.shards))
-    rows.Rows(own, columns, 0.0, 0, "all").read_into([Segment(0, 0, 1)], out)
+    spilled_shards = ShardSet(spilled.url, columns, ShardTable.of(spilled.result.shards))
+    rows.Rows(spilled_shards, columns, 0.0, 0, "all").read_into([Segment(0, 0, 1)], out)
     return [cells[0].own_values if isinstance(cells, list) else cells[0] for cells in out]
 
 

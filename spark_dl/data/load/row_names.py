@@ -35,7 +35,7 @@ def name_rows(loader: NamesRows, epoch: int, step: int) -> str:
 def rows_of_step(plan: Plan, streams: range, epoch: int, step: int) -> Ints:
     """Returns the rows of some streams in a step, sorted, without padding. # (rows, 2): row group, row"""
     first = step * plan.stream_batch
-    found = [np.empty((0, 2), np.int64)]
+    parts = [np.empty((0, 2), np.int64)]
     for stream in plan.streams(epoch, streams):
         stop = min(first + plan.stream_batch, stream.rows)
         for window, skip in windows_from(stream, first):
@@ -46,8 +46,8 @@ def rows_of_step(plan: Plan, streams: range, epoch: int, step: int) -> Ints:
             ends = np.cumsum([segment.rows for segment in segments])
             starts = np.array([(s.row_group, s.stop - end) for s, end in zip(segments, ends.tolist(), strict=True)])
             group, offset = starts[np.searchsorted(ends, places, side="right")].T
-            found.append(np.stack([group, places + offset], axis=1))
-    return np.unique(np.concatenate(found), axis=0)
+            parts.append(np.stack([group, places + offset], axis=1))
+    return np.unique(np.concatenate(parts), axis=0)
 
 
 def describe_rows(shards: ShardSet, rows: Rows | SequenceRows, found: Ints) -> str:
@@ -58,8 +58,8 @@ def describe_rows(shards: ShardSet, rows: Rows | SequenceRows, found: Ints) -> s
         found, what = found.copy(), ""
         for number in np.unique(found[:, 0]).tolist():
             if (kept := rows.kept_rows(number)) is not None:
-                own = found[:, 0] == number
-                found[own, 1] = kept[found[own, 1]]
+                of_dataset = found[:, 0] == number
+                found[of_dataset, 1] = kept[found[of_dataset, 1]]
     if not len(found):
         return "none but padding"
     groups = np.unique(found[:, 0]).tolist()

@@ -116,10 +116,10 @@ class _Lists:
             offsets, places = self._block(number).offsets, positions[rows] - self._starts[number]
             starts[rows], lengths[rows] = offsets[places], offsets[places + 1] - offsets[places]
         values = memory.take((int(lengths.sum()), *self._inner), self._dtype)
-        found = from_lengths(values, lengths)
+        taken = from_lengths(values, lengths)
         for number, rows in chosen.items():
-            copy_rows(self._block(number).values, starts[rows], lengths[rows], values, found.offsets[rows])
-        return found
+            copy_rows(self._block(number).values, starts[rows], lengths[rows], values, taken.offsets[rows])
+        return taken
 
     def _block(self, number: int) -> Ragged:
         if len(self._blocks[number]) > 1:

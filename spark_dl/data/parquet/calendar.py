@@ -55,16 +55,16 @@ class Calendar:
 
 def calendar_of(metadata: pq.FileMetaData) -> Calendar | None:
     """Returns the calendar of a file whose values may need another one; None if they do not."""
-    found: Mapping[bytes, bytes] = metadata.metadata or {}
-    writer, zone = metadata.created_by or "", found.get(_ZONE, b"").decode(errors="replace")
-    if _SPARK not in found:
+    footer: Mapping[bytes, bytes] = metadata.metadata or {}
+    writer, zone = metadata.created_by or "", footer.get(_ZONE, b"").decode(errors="replace")
+    if _SPARK not in footer:
         if not writer.startswith("parquet-mr"):
             return None  # Arrow and others know one calendar
         return Calendar(True, True, zone, writer, is_known=False)
-    version = re.match(r"(\d+)\.(\d+)", found[_SPARK].decode(errors="replace"))
+    version = re.match(r"(\d+)\.(\d+)", footer[_SPARK].decode(errors="replace"))
     release = tuple(map(int, version.groups())) if version else (0, 0)
-    dates, int96 = release < (3, 0) or _DATES in found, release < (3, 1) or _INT96 in found
-    name = f"Spark {found[_SPARK].decode(errors='replace')}"
+    dates, int96 = release < (3, 0) or _DATES in footer, release < (3, 1) or _INT96 in footer
+    name = f"Spark {footer[_SPARK].decode(errors='replace')}"
     return Calendar(dates, int96, zone, name, is_known=True) if dates or int96 else None
 
 
@@ -136,11 +136,11 @@ class RebasedFile:
         if types.is_list(arrow) or types.is_large_list(arrow):
             inner_values = self._rebased(column, path, values.values)
             kind = pa.LargeListArray if types.is_large_list(arrow) else pa.ListArray
-            found = kind.from_arrays(values.offsets, inner_values, type=arrow)
-            return found if not values.null_count else _with_nulls(found, values, kind)
+            rebased = kind.from_arrays(values.offsets, inner_values, type=arrow)
+            return rebased if not values.null_count else _with_nulls(rebased, values, kind)
         calendar = None if arrow == _DAY_TIME else self._calendar
-        found = values if calendar is None else self._rebased_leaf(column, path, values, calendar)
-        return found if found.type == arrow else found.view(arrow)
+        rebased = values if calendar is None else self._rebased_leaf(column, path, values, calendar)
+        return rebased if rebased.type == arrow else rebased.view(arrow)
 
     def _rebased_leaf(self, column: str, path: str, values: pa.Array, calendar: Calendar) -> pa.Array:
         if not (calendar.int96 if self._is_int96(path) else calendar.dates):

@@ -114,14 +114,14 @@ def _options(buffered: bool) -> dict[str, Any]:
 
 def _dictionary_leaves(file: pq.ParquetFile, names: Sequence[str]) -> list[str]:
     """Returns the leaves of strings and bytes that are dictionary-encoded in any row group."""
-    found = []
+    leaves = []
     for i in range(len(file.schema)) if names else ():
         leaf = file.schema.column(i)
         if leaf.physical_type == "BYTE_ARRAY" and any(leaf_in_column(name, leaf.path) for name in names):
             groups = (file.metadata.row_group(group) for group in range(file.metadata.num_row_groups))
             if any("DICTIONARY" in encoding for group in groups for encoding in group.column(i).encodings):
-                found.append(leaf.path)
-    return found
+                leaves.append(leaf.path)
+    return leaves
 
 
 def decoded_bytes(stored: pa.ChunkedArray | pa.Array) -> int:

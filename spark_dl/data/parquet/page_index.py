@@ -104,8 +104,10 @@ class IndexedFile:
         asked = self.read(group, columns_of(any_of), passes)
         held = passing_rows(any_of, asked.__getitem__, int(np.count_nonzero(passes)))
         passes[passes] = held
-        found = self.read(group, [name for name in names if name not in asked], passes)
-        return {name: found[name] if name in found else asked[name].filter(pa.array(held)) for name in names}, passes
+        columns = self.read(group, [name for name in names if name not in asked], passes)
+        return {
+            name: columns[name] if name in columns else asked[name].filter(pa.array(held)) for name in names
+        }, passes
 
     def rows_that_may_pass(self, group: int, any_of: AnyOf) -> Mask:
         """Returns the rows that can pass, by the bounds of their pages. # (rows,)"""
@@ -123,8 +125,8 @@ class IndexedFile:
         """The stored cells of some columns in some rows of a row group. # rows: (rows,)"""
         needed: dict[str, tuple[int, _Pages, Mask]] = {}
         for name in names:
-            if (found := self._pages_of(group, name)) is not None:
-                leaf, pages = found
+            if (column_pages := self._pages_of(group, name)) is not None:
+                leaf, pages = column_pages
                 chosen = np.logical_or.reduceat(rows, pages.starts[:-1])
                 if pages.sizes[chosen].sum() <= _SHARE * pages.sizes.sum():
                     needed[name] = leaf, pages, chosen
@@ -176,10 +178,10 @@ class IndexedFile:
 
     def _may_hold(self, group: int, condition: Condition) -> Mask | None:
         """Which rows may fulfil a condition, by the bounds of their pages; None where there are none. # (rows,)"""
-        found = self._pages_of(group, condition.column)
-        if found is None:
+        column_pages = self._pages_of(group, condition.column)
+        if column_pages is None:
             return None
-        leaf, pages = found
+        leaf, pages = column_pages
         described = self._leaves[leaf]
         if described.path != condition.column or described.max_repetition_level:  # a struct or a list
             return None
@@ -230,8 +232,8 @@ class IndexedFile:
         return start, start + chunk.total_compressed_size
 
     def _row_group(self, group: int) -> Struct:
-        found: Struct = value_of(self._read_footer(), _ROW_GROUPS)[group]
-        return found
+        row_group: Struct = value_of(self._read_footer(), _ROW_GROUPS)[group]
+        return row_group
 
     def _read_footer(self) -> Struct:
         """Reads the footer, and the page indexes before it in one read, to save requests."""
@@ -255,8 +257,8 @@ class IndexedFile:
         first, held = self._indexes
         if first <= offset and offset + length <= first + len(held):
             return held[offset - first :][:length]
-        found: bytes = self._source.read_at(length, offset)
-        return found
+        content: bytes = self._source.read_at(length, offset)
+        return content
 
 
 def _check_rows(name: str, found: int, expected: int) -> None:

@@ -85,10 +85,10 @@ def _list(content: bytes | memoryview, position: int, depth: int) -> tuple[Many,
 
 
 def _bytes(content: bytes | memoryview, position: int, length: int) -> tuple[bytes, int]:
-    found = bytes(content[position : position + length])
-    if len(found) != length:
-        raise ValueError(f"found {len(found)} bytes, expected {length}")
-    return found, position + length
+    value = bytes(content[position : position + length])
+    if len(value) != length:
+        raise ValueError(f"found {len(value)} bytes, expected {length}")
+    return value, position + length
 
 
 def _varint(content: bytes | memoryview, position: int) -> tuple[int, int]:

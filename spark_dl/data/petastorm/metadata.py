@@ -72,12 +72,12 @@ def read_metadata(url: str, name: str = COMMON_METADATA) -> Mapping[bytes, bytes
     if not storage.exists(path):
         return {}
     try:
-        found: Mapping[bytes, bytes] = pq.read_schema(pa.BufferReader(storage.read_bytes(path))).metadata or {}
+        metadata: Mapping[bytes, bytes] = pq.read_schema(pa.BufferReader(storage.read_bytes(path))).metadata or {}
     except (pa.ArrowException, OSError) as error:
         raise ValueError(
             f"{path} is not metadata of a Parquet dataset: {error}; delete it, or write Petastorm's metadata again"
         ) from error
-    return found
+    return metadata
 
 
 def read_row_groups(url: str, metadata: Mapping[bytes, bytes]) -> Mapping[str, int] | None:
@@ -148,12 +148,12 @@ def hive_partitions(relative_path: str) -> dict[str, str]:
     parts = relative_path.split("/")
     if any(unquote(p) in ("", ".", "..") for p in parts) or "\\" in relative_path or "\0" in unquote(relative_path):
         raise ValueError(f"expected a path inside the folder of the dataset, found {relative_path!r}")
-    found: dict[str, str] = {}
+    partitions: dict[str, str] = {}
     for folder in parts[:-1]:
         key, equals, value = folder.partition("=")
         if not equals:
             continue
-        if unquote(key) in found:
+        if unquote(key) in partitions:
             raise ValueError(f"the partition column {unquote(key)!r} occurs twice in {relative_path!r}")
-        found[unquote(key)] = unquote(value)
-    return found
+        partitions[unquote(key)] = unquote(value)
+    return partitions

@@ -357,21 +357,21 @@ def _globals() -> dict[tuple[str, str], type[_Stub]]:
     """Returns the stub of every (module, name) that a Unischema may contain."""
     unischema, field = _stub(_Record, "Unischema"), _stub(_Record, "UnischemaField")
     codecs = {name: _stub(_Record, name) for name in CODECS}
-    found = {(f"{package}.codecs", name): codecs[name] for package in _PACKAGES for name in codecs}
+    stubs = {(f"{package}.codecs", name): codecs[name] for package in _PACKAGES for name in codecs}
     for package in _PACKAGES:
-        found |= {(f"{package}.unischema", "Unischema"): unischema, (f"{package}.unischema", "UnischemaField"): field}
-    found |= {("pyspark.sql.types", name): _stub(_Record, name) for name in SPARK_TYPES}
-    found |= {key: _stub(_Stub, key[1], dtype) for key, dtype in _OTHER_NAMES.items()}
+        stubs |= {(f"{package}.unischema", "Unischema"): unischema, (f"{package}.unischema", "UnischemaField"): field}
+    stubs |= {("pyspark.sql.types", name): _stub(_Record, name) for name in SPARK_TYPES}
+    stubs |= {key: _stub(_Stub, key[1], dtype) for key, dtype in _OTHER_NAMES.items()}
     for name, dtype in _NUMPY_NAMES.items():
-        found |= {(module, name): _stub(_Stub, name, dtype) for module in _NUMPY_MODULES}
+        stubs |= {(module, name): _stub(_Stub, name, dtype) for module in _NUMPY_MODULES}
     for name, dtype in {**_BUILTIN_NAMES, "object": "object", "tuple": ""}.items():
         stub = _stub(_Stub, name, dtype)
-        found |= {("builtins", name): stub, ("__builtin__", name): stub}
-    found |= {(module, "dtype"): _NumpyDtype for module in _NUMPY_MODULES}
-    found |= {(f"numpy.{core}.multiarray", "scalar"): _NumpyScalar for core in ("core", "_core")}
-    found |= {(module, "_reconstructor"): _Reconstructor for module in ("copyreg", "copy_reg")}
-    found |= {("collections", "OrderedDict"): _Dict, ("pyspark.serializers", "_restore"): _Restore}
-    return {**found, ("_codecs", "encode"): _Encode}
+        stubs |= {("builtins", name): stub, ("__builtin__", name): stub}
+    stubs |= {(module, "dtype"): _NumpyDtype for module in _NUMPY_MODULES}
+    stubs |= {(f"numpy.{core}.multiarray", "scalar"): _NumpyScalar for core in ("core", "_core")}
+    stubs |= {(module, "_reconstructor"): _Reconstructor for module in ("copyreg", "copy_reg")}
+    stubs |= {("collections", "OrderedDict"): _Dict, ("pyspark.serializers", "_restore"): _Restore}
+    return {**stubs, ("_codecs", "encode"): _Encode}
 
 
 _GLOBALS = _globals()

@@ -286,22 +286,22 @@ class Rows:
 
         Raises ValueError if they do not fit into the memory.
         """
-        found = {
+        sizes = {
             column.name: _unknown_bytes(column, stored[column.name])
             for column in self.columns
             if column.name in stored
             and not (column.has_stored_strings and keeps_dictionary(column.encoding, stored[column.name].type))
         }
-        size = sum(found.values())
+        size = sum(sizes.values())
         self._has_unknown |= size > 0
         if self._limits is not None and size > self._limits.memory:
-            name = max(found, key=lambda name: found[name])
+            name = max(sizes, key=lambda name: sizes[name])
             raise ValueError(
                 f"column {name!r}: the cells have {stored[name].nbytes / _MIB:.1f} MiB as they are stored, and "
-                f"{found[name] / _MIB:.0f} MiB once they are decoded, with {self._limits.setting}; raise "
+                f"{sizes[name] / _MIB:.0f} MiB once they are decoded, with {self._limits.setting}; raise "
                 "loader.memory_mib, or write the dataset with smaller row groups"
             )
-        return found
+        return sizes
 
     def _check_passing(self, number: int, passes: filters.Mask) -> None:
         """Raises ValueError if the number of passing rows is not the driver's. # passes: (stored rows,)"""

@@ -242,7 +242,7 @@ def _find_runs(shards: ShardSet, sequences: Sequences) -> Ints:
         starts = breaks(cells, number, 0)
         return _Scan(starts, [c[:1] for c in cells], [c[-1:] for c in cells])
 
-    found, first_row, before = [np.zeros(1, dtype=np.int64)], 0, None
+    runs, first_row, before = [np.zeros(1, dtype=np.int64)], 0, None
     pool = ThreadPoolExecutor(_READERS, thread_name_prefix="spark_dl sequences")
     try:
         groups = np.flatnonzero(rows.group_rows).tolist()
@@ -250,12 +250,12 @@ def _find_runs(shards: ShardSet, sequences: Sequences) -> Ints:
             for number, group in zip(some, pool.map(scan, some), strict=True):
                 if before is not None:
                     border = [np.concatenate(pair) for pair in zip(before.last, group.first, strict=True)]
-                    found.append(breaks(border, number, -1) + (first_row - 1))
-                found.append(group.starts + first_row)
+                    runs.append(breaks(border, number, -1) + (first_row - 1))
+                runs.append(group.starts + first_row)
                 first_row, before = first_row + int(rows.group_rows[number]), group
     finally:
         pool.shutdown(cancel_futures=True)
-    return np.concatenate(found)
+    return np.concatenate(runs)
 
 
 def _breaks(

@@ -62,8 +62,8 @@ class DiskCache:
             return storage.open_input(url)
         version = sha256
         if not sha256:
-            found = storage.info(url)
-            size, version = found.size or 0, f"{found.size}-{found.mtime_ns}"
+            info = storage.info(url)
+            size, version = info.size or 0, f"{info.size}-{info.mtime_ns}"
         if not 0 < size <= self.limit_bytes:
             return storage.open_input(url)
         _check_folder(self.folder)
@@ -90,11 +90,11 @@ def _lock_of(name: str) -> str:
 
 def _check_folder(folder: str) -> None:
     _make_folder(folder, 0o700)
-    found = os.lstat(folder)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ValueError(
             f"shards.cache_dir {folder}: expected a folder of this user with mode 0700 that is not a link, found owner "
-            f"{found.st_uid} and mode {stat.filemode(found.st_mode)}; use a new folder"
+            f"{status.st_uid} and mode {stat.filemode(status.st_mode)}; use a new folder"
         )
 
 
@@ -114,10 +114,10 @@ def _open_entry(path: str, sha256: str, size: int) -> Any:
     except FileNotFoundError:
         return None
     try:
-        found = os.fstat(descriptor)
-        is_whole = stat.S_ISREG(found.st_mode) and found.st_size == size
-        if is_whole and (not sha256 or _digest(path, found.st_ino, found.st_mtime_ns) == sha256):
-            os.utime(descriptor, ns=(time.time_ns(), found.st_mtime_ns))
+        status = os.fstat(descriptor)
+        is_whole = stat.S_ISREG(status.st_mode) and status.st_size == size
+        if is_whole and (not sha256 or _digest(path, status.st_ino, status.st_mtime_ns) == sha256):
+            os.utime(descriptor, ns=(time.time_ns(), status.st_mtime_ns))
             # The open file, even if it was renamed or unlinked.
             return pa.OSFile(f"/dev/fd/{descriptor}")
         _log.warning("the cached file %s is damaged and will be downloaded again", path)
@@ -132,11 +132,11 @@ def _open_entry(path: str, sha256: str, size: int) -> Any:
 @lru_cache(maxsize=4096)
 def _digest(path: str, inode: int, mtime_ns: int) -> str:
     """Returns the checksum of an entry. Cached by inode and time, so that a process computes it once."""
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
     with open(os.open(path, os.O_RDONLY | _FLAGS), "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
-            found.update(chunk)
-    return found.hexdigest()
+            hashed.update(chunk)
+    return hashed.hexdigest()
 
 
 @contextlib.contextmanager
@@ -207,17 +207,17 @@ def _scan(folder: str, temporary: str) -> tuple[list[tuple[int, int, str]], int]
     lock of the file of `temporary`, so no other download of this file is running. (A killed process releases that
     lock, and shortly after it the locks of files that it wrote.)
     """
-    own = f"{os.path.basename(temporary).partition('.tmp-')[0]}.tmp-"
+    prefix = f"{os.path.basename(temporary).partition('.tmp-')[0]}.tmp-"
     entries, total = [], 0
-    for found in os.scandir(folder):
-        if found.name.startswith("lock-"):
+    for entry in os.scandir(folder):
+        if entry.name.startswith("lock-"):
             continue
         try:
-            status = found.stat(follow_symlinks=False)
-            if ".tmp-" not in found.name:
-                entries.append((status.st_atime_ns, status.st_size, found.path))
-            elif found.name.startswith(own) or _is_abandoned(found.path):
-                os.unlink(found.path)
+            status = entry.stat(follow_symlinks=False)
+            if ".tmp-" not in entry.name:
+                entries.append((status.st_atime_ns, status.st_size, entry.path))
+            elif entry.name.startswith(prefix) or _is_abandoned(entry.path):
+                os.unlink(entry.path)
                 continue
         except FileNotFoundError:  # renamed or deleted by another process
             continue
@@ -234,14 +234,14 @@ def _is_abandoned(path: str) -> bool:
 
 
 def _download(url: str, file: IO[bytes], sha256: str, size: int) -> None:
-    found, done = hashlib.sha256(), 0
+    hashed, done = hashlib.sha256(), 0
     with storage.open_input(url) as source:
         while chunk := source.read(_CHUNK_BYTES):
-            found.update(chunk)
+            hashed.update(chunk)
             done += len(chunk)
             if done <= size:
                 _write(file, chunk)
-    if done != size or (sha256 and found.hexdigest() != sha256):
+    if done != size or (sha256 and hashed.hexdigest() != sha256):
         raise OSError(f"{url} is damaged: found {done} bytes or another SHA-256, expected {size} bytes")
 
 

@@ -139,20 +139,20 @@ def store_shards(
     reason = "shards.store is not set"
     if layout.store:
         try:
-            found = store_key(df, data, layout, columns, reference_columns, name=key)
+            store_name = store_key(df, data, layout, columns, reference_columns, name=key)
 
             def write(target: str) -> ShardSet:
                 written = write_shards(
                     df, target, data, shards=layout, columns=columns, reference_columns=reference_columns
                 )
-                if key is None and store_key(df, data, layout, columns, reference_columns) != found:
+                if key is None and store_key(df, data, layout, columns, reference_columns) != store_name:
                     raise RuntimeError(
                         "the source files of the DataFrame changed while its shards were written, which may have rows "
                         "of both versions; run again"
                     )
                 return written
 
-            return find_or_write(layout.store, found, write, run=run, trusted=layout.trusted_writers)
+            return find_or_write(layout.store, store_name, write, run=run, trusted=layout.trusted_writers)
         except NoKeyError as error:
             reason = f"the store cannot be used for this DataFrame: {error}"
             _log.info("%s", reason)
@@ -185,27 +185,27 @@ def find_or_write(
     user_ids = _trusted_ids(store, trusted)
     folder = storage.join(storage.absolute(store), key)
     try:
-        if found := _open(folder, run, user_ids):
-            return found
+        if opened := _open(folder, run, user_ids):
+            return opened
     except PermissionError as error:
         raise NoLeaseError(f"shards.store: cannot read {folder}: {error}; {_SHARE}") from error
-    own = Lease(folder, uuid.uuid4().hex[:12], run)
-    url = storage.join(folder, own.name)
+    lease = Lease(folder, uuid.uuid4().hex[:12], run)
+    url = storage.join(folder, lease.name)
     try:
         if user_ids is not None:
             local_files.make_folder(storage.absolute(url), own=True)
         shards = write(url)
         first = _committed(folder, user_ids)[0][1]
-        if first != own.name and (found := _open(folder, run, user_ids)):
+        if first != lease.name and (opened := _open(folder, run, user_ids)):
             _log.info("another run has written the same shards at the same time; using them")
-            own.drop()
-            _remove(folder, own.name)
-            return found
+            lease.drop()
+            _remove(folder, lease.name)
+            return opened
     except BaseException:
-        own.drop()
-        _remove(folder, own.name)
+        lease.drop()
+        _remove(folder, lease.name)
         raise
-    return shards, own
+    return shards, lease
 
 
 def _trusted_ids(store: str, trusted: Sequence[str]) -> frozenset[int] | None:
@@ -225,13 +225,13 @@ def _is_usable(url: str, user_ids: frozenset[int] | None) -> bool:
         return True
     for path in (url, storage.join(url, MANIFEST)):
         try:
-            found = os.lstat(storage.absolute(path))
+            status = os.lstat(storage.absolute(path))
         except FileNotFoundError:  # another process has cleaned it
             return False
-        if found.st_uid not in user_ids:
-            why = f"was written by {_user_name(found.st_uid)}"
-        elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            why = f"can be changed by other users (mode {stat.filemode(found.st_mode)})"
+        if status.st_uid not in user_ids:
+            why = f"was written by {_user_name(status.st_uid)}"
+        elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            why = f"can be changed by other users (mode {stat.filemode(status.st_mode)})"
         else:
             continue
         _log.warning(
@@ -301,12 +301,12 @@ def _open(folder: str, run: str, user_ids: frozenset[int] | None) -> tuple[Shard
 
 def _committed(folder: str, user_ids: frozenset[int] | None) -> list[tuple[float, str]]:
     """Returns (time of the manifest, name) of the datasets of a key that may be used, oldest first."""
-    found = []
+    dated = []
     for name in _names(folder):
         manifest = storage.info(storage.join(folder, name, MANIFEST))
         if manifest.size is not None and _is_usable(storage.join(folder, name), user_ids):
-            found.append((manifest.mtime_ns / 1e9, name))
-    return sorted(found)
+            dated.append((manifest.mtime_ns / 1e9, name))
+    return sorted(dated)
 
 
 def _names(folder: str) -> list[str]:
@@ -328,7 +328,7 @@ class _LeaseFile:
 
 def _leases(folder: str, name: str) -> list[_LeaseFile]:
     """Returns the lease files of a dataset by expiry. Files that cannot be parsed expire after a day."""
-    found = []
+    leases = []
     inner = storage.join(folder, "leases")
     for file in storage.list_infos(inner):
         if not file.base_name.startswith(f"{name}."):
@@ -340,8 +340,8 @@ def _leases(folder: str, name: str) -> list[_LeaseFile]:
             continue
         except (ValueError, KeyError, TypeError, RecursionError):
             expires = file.mtime_ns / 1e9 + HALF_WRITTEN_S
-        found.append(_LeaseFile(url, expires))
-    return sorted(found, key=lambda lease: lease.expires)
+        leases.append(_LeaseFile(url, expires))
+    return sorted(leases, key=lambda lease: lease.expires)
 
 
 def _remove(folder: str, name: str) -> bool:

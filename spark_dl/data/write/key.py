@@ -139,7 +139,7 @@ def _plan(df: DataFrame) -> dict[str, Any]:
 def _settings(df: Any) -> dict[str, str]:
     """Returns a session's settings of Spark SQL that are not its defaults, nor known to be harmless."""
     entries = df._jdf.sparkSession().sessionState().conf().getAllConfs().iterator()
-    usual, found = df.sparkSession.sparkContext._jvm.org.apache.spark.sql.internal.SQLConf(), {}
+    usual, changed = df.sparkSession.sparkContext._jvm.org.apache.spark.sql.internal.SQLConf(), {}
     while entries.hasNext():
         entry = entries.next()
         name, value = entry._1(), entry._2()
@@ -147,8 +147,8 @@ def _settings(df: Any) -> dict[str, str]:
             with contextlib.suppress(Exception):  # py4j: a setting that Spark does not know has no default
                 if usual.getConfString(name) == value:
                     continue
-            found[name] = value
-    return found
+            changed[name] = value
+    return changed
 
 
 def _check_nodes(nodes: Any) -> None:
@@ -215,7 +215,7 @@ def _text(df: DataFrame, plan: Any) -> str:
 
 def _relations(jvm: Any, plan: Any) -> list[dict[str, Any]]:
     """Format, options, folders and columns of each file relation, in the order of the plan."""
-    leaves, found = plan.collectLeaves(), []
+    leaves, relations = plan.collectLeaves(), []
     for i in range(leaves.size()):
         leaf = leaves.apply(i)
         if leaf.getClass().getName() != _RELATION:
@@ -233,7 +233,7 @@ def _relations(jvm: Any, plan: Any) -> list[dict[str, Any]]:
             pair = options.next()
             pairs.append([pair._1(), pair._2()])
         roots = relation.location().rootPaths()
-        found.append(
+        relations.append(
             {
                 "format": file_format,
                 "options": sorted(pairs),
@@ -242,19 +242,19 @@ def _relations(jvm: Any, plan: Any) -> list[dict[str, Any]]:
                 "partitions": _partitions(jvm, relation) if index.endswith("CatalogFileIndex") else [],
             }
         )
-    return found
+    return relations
 
 
 def _partitions(jvm: Any, relation: Any) -> list[list[str]]:
     """Returns the folder and the values of each partition of a table, which can have any folder."""
     nothing = getattr(getattr(jvm.scala.collection.immutable, "Nil$"), "MODULE$")
-    listed, found = relation.location().listFiles(nothing, nothing), []
+    listed, partitions = relation.location().listFiles(nothing, nothing), []
     for i in range(listed.size()):
         partition = listed.apply(i)
         if partition.files().nonEmpty():
             folder = partition.files().head().getPath().getParent().toString()
-            found.append([folder, partition.values().toString()])
-    return sorted(found)
+            partitions.append([folder, partition.values().toString()])
+    return sorted(partitions)
 
 
 def reason_without_key(file_format: str, index: str) -> str | None:
@@ -277,9 +277,9 @@ def _versions(urls: list[str]) -> list[list[Any]]:
 
     def version(url: str) -> list[Any]:
         with contextlib.suppress(OSError, ValueError):
-            found = storage.info(url)
-            if found.size is not None:
-                return [url, found.size, found.mtime_ns]
+            info = storage.info(url)
+            if info.size is not None:
+                return [url, info.size, info.mtime_ns]
         raise NoKeyError(f"the driver cannot read the size and modification time of its source file {url}")
 
     if not urls:

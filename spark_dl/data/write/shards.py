@@ -65,8 +65,8 @@ def run_tasks(df: DataFrame, task: Any, description: str) -> list[PartitionResul
     try:
         rows = collect(df.mapInArrow(task, "part string"), description)
     except Exception as error:  # Spark Connect and classic Spark have different classes
-        if found := re.search(rf"^\s*RuntimeError: ({CANNOT_WRITE}.*)$", str(error), re.MULTILINE):
-            raise RuntimeError(found.group(1)) from error
+        if match := re.search(rf"^\s*RuntimeError: ({CANNOT_WRITE}.*)$", str(error), re.MULTILINE):
+            raise RuntimeError(match.group(1)) from error
         if missing := missing_on_executors(str(error)):
             raise RuntimeError(missing) from error
         raise
@@ -177,8 +177,8 @@ def first_row_columns(df: DataFrame, names: Sequence[str], data: Data) -> tuple[
     rows = collect(selected.mapInArrow(find_shapes, "shapes string"), "spark_dl: reading the first row")
     if not rows:
         raise ValueError(f"{NO_ROWS}; expected one, to know the shapes of the features")
-    found = json.loads(rows[0]["shapes"])
-    return tuple(schema.stored_column(c, tuple(shape)) for c, shape in zip(sources, found, strict=True))
+    shapes = json.loads(rows[0]["shapes"])
+    return tuple(schema.stored_column(c, tuple(shape)) for c, shape in zip(sources, shapes, strict=True))
 
 
 def _shapes_of(sources: tuple[SourceColumn, ...], batch: pa.RecordBatch, data: Data) -> list[list[int | None]]:

@@ -40,11 +40,11 @@ def source_columns(
     check_names("fill", fill or {}, names)
     columns = []
     for name in names:
-        path, found = _spark_type_at(schema, name)
-        column = _spark_column(name, found, (encode or {}).get(name, {}))
+        path, data_type = _spark_type_at(schema, name)
+        column = _spark_column(name, data_type, (encode or {}).get(name, {}))
         value = (fill or {}).get(name)
         if value is not None:
-            _check_spark_fill(column, value, found)
+            _check_spark_fill(column, value, data_type)
         columns.append(dataclasses.replace(column, path=path, fill=value, empty_is_null=_has_pixels(schema, path)))
     check_batch_names(names, [c.name for c in columns if c.ragged], weight)
     return tuple(columns)
@@ -55,9 +55,9 @@ def _spark_type_at(schema: StructType, name: str) -> tuple[tuple[str, ...], Data
     if name in top:
         return (name,), top[name]
     path = tuple(name.split("."))
-    found: Any = schema
+    at: Any = schema
     for part in path:
-        fields = {f.name: f.dataType for f in getattr(found, "fields", ())}
+        fields = {f.name: f.dataType for f in getattr(at, "fields", ())}
         if part not in fields:
             known = [*top, *(p for f in schema.fields for p in _fields_below(f.name, f.dataType))]
             if name in known:
@@ -66,8 +66,8 @@ def _spark_type_at(schema: StructType, name: str) -> tuple[tuple[str, ...], Data
                 f"no column {name!r} in the DataFrame{suggestion(name, known)}; its columns are [{listed(list(top))}] "
                 "(data.features and data.label choose the columns)"
             )
-        found = fields[part]
-    return path, found
+        at = fields[part]
+    return path, at
 
 
 def _has_pixels(schema: StructType, path: Sequence[str]) -> bool:
@@ -78,10 +78,10 @@ def _has_pixels(schema: StructType, path: Sequence[str]) -> bool:
 
 
 def _fields_below(prefix: str, data_type: DataType) -> list[str]:
-    found = []
+    paths = []
     for field in getattr(data_type, "fields", ()):
-        found += [f"{prefix}.{field.name}", *_fields_below(f"{prefix}.{field.name}", field.dataType)]
-    return found
+        paths += [f"{prefix}.{field.name}", *_fields_below(f"{prefix}.{field.name}", field.dataType)]
+    return paths
 
 
 def _spark_column(name: str, data_type: DataType, settings: Mapping[str, Any]) -> SourceColumn:

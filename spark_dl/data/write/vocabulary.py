@@ -78,16 +78,16 @@ def _count_vocabularies(
     rows = collect(
         counts.filter(F.col("count") >= least).limit(sum(most.values()) + 1), "spark_dl: counting words of vocabularies"
     )
-    found: dict[int, list[tuple[int, str]]] = {i: [] for i in columns}
+    strings: dict[int, list[tuple[int, str]]] = {i: [] for i in columns}
     for row in rows:
-        found[row["i"]].append((-row["count"], _text(columns[row["i"]].name, bytes(row["word"]))))
-    for i, words in found.items():  # before columns without words: the limit can have cut those off
+        strings[row["i"]].append((-row["count"], _text(columns[row["i"]].name, bytes(row["word"]))))
+    for i, words in strings.items():  # before columns without words: the limit can have cut those off
         key = f"data.encode.{columns[i].name}"
         if len(words) > most[i]:
             raise ValueError(
                 f"{key}: found more than {most[i]} strings; raise {key}.max_size or {key}.min_count, or set as: hash"
             )
-    for i, words in found.items():
+    for i, words in strings.items():
         key = f"data.encode.{columns[i].name}"
         if not words:
             if df.isEmpty():
@@ -95,7 +95,7 @@ def _count_vocabularies(
             raise ValueError(
                 f"{key}: found no string that occurs {settings[i].get('min_count', 1)} time(s) or more; lower min_count"
             )
-    return {i: tuple(word for _, word in sorted(words)) for i, words in found.items()}
+    return {i: tuple(word for _, word in sorted(words)) for i, words in strings.items()}
 
 
 def _pair_with(number: Expression) -> Callable[[Expression], Expression]:

@@ -73,18 +73,18 @@ class ShardWriter:
 
     def _check_shape(self, i: int, array: Array | Ragged) -> None:
         column = self.columns[i]
-        found = schema.cell_shape(column.codec, array, column.encoding)
+        shape = schema.cell_shape(column.codec, array, column.encoding)
         if isinstance(array, Ragged) and column.is_ragged:
             if len(array.own_values) == 0:  # rows without values have no inner shape
                 return
             if i not in self._filled:
                 self._filled.add(i)
-                self.columns = (*self.columns[:i], replace(column, shape=found), *self.columns[i + 1 :])
+                self.columns = (*self.columns[:i], replace(column, shape=shape), *self.columns[i + 1 :])
                 return
-        if found == column.shape:
+        if shape == column.shape:
             return
         hint = f", or set data.encode.{column.name}: {{ragged: true}}" if column.codec == "ndarray" else ""
-        raise BadCellsError(column.name, 0, f"cells of shape {found}", f"{column.shape} as in the rows before{hint}")
+        raise BadCellsError(column.name, 0, f"cells of shape {shape}", f"{column.shape} as in the rows before{hint}")
 
     def known_shapes(self) -> tuple[tuple[int | None, ...] | None, ...]:
         """Shape of the cells of each column; None (unknown) if all rows of a ragged column are empty."""

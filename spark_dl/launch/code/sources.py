@@ -66,13 +66,13 @@ def project() -> Project:
     A module that was edited and not reloaded is sent as it was at the first call, with a warning.
     """
     folders = _project_folders()
-    found = {}
+    files = {}
     for name, module in list(sys.modules.items()):
         path = _source_path(module, folders)
         if path is not None:
-            found[name] = _source_of(name, module, path)
-    small = sum(len(source.text) for source in found.values()) <= _MAX_BYTES
-    return Project(found if small else {}, _PROCESS)
+            files[name] = _source_of(name, module, path)
+    small = sum(len(source.text) for source in files.values()) <= _MAX_BYTES
+    return Project(files if small else {}, _PROCESS)
 
 
 def _source_of(name: str, module: Any, path: str) -> Source:

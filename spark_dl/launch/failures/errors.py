@@ -91,24 +91,24 @@ def as_html(error: RankError) -> str:
     """Returns the page of an error, with what is long folded."""
     head, _, rest = harmless(error.reason).partition("\n")
     name = f'<b style="{_RED}">{type(error).__name__}</b>'
-    found = [f'<div style="overflow-wrap:anywhere">{name}: {html.escape(head)}</div>']
+    parts = [f'<div style="overflow-wrap:anywhere">{name}: {html.escape(head)}</div>']
     if rest:
-        found.append(_pre(rest))
+        parts.append(_pre(rest))
     if error.rank_traceback:
         whole = harmless(error.rank_traceback)
         short = fold(whole)
-        found.append(f"<div>Traceback on the rank:</div>{_pre(short)}")
+        parts.append(f"<div>Traceback on the rank:</div>{_pre(short)}")
         if _FOLDED in short:
-            found.append(_details("All frames on the rank", whole))
+            parts.append(_details("All frames on the rank", whole))
     if error.rank_output:
-        found.append(_details("Last output of the rank", harmless(error.rank_output)))
+        parts.append(_details("Last output of the rank", harmless(error.rank_output)))
     if error.stacks:
-        found.append(_details("What the ranks did", harmless(error.stacks)))
+        parts.append(_details("What the ranks did", harmless(error.stacks)))
     if called := _called_from(error):
-        found.append(_details("Called on the driver", called))
+        parts.append(_details("Called on the driver", called))
     if error.advice:
-        found.append(f'<div style="overflow-wrap:anywhere">{html.escape(harmless(error.advice))}</div>')
-    return f'<div style="border-left:3px solid #e5534b;padding-left:.8em;font-size:13px">{"".join(found)}</div>'
+        parts.append(f'<div style="overflow-wrap:anywhere">{html.escape(harmless(error.advice))}</div>')
+    return f'<div style="border-left:3px solid #e5534b;padding-left:.8em;font-size:13px">{"".join(parts)}</div>'
 
 
 def _pre(text: str) -> str:
@@ -126,33 +126,33 @@ def harmless(text: str) -> str:
 
 def fold(text: str) -> str:
     """Returns a traceback in which frames of spark_dl are counted, and frames of cells have the cell and its source."""
-    found: list[str] = []
-    own, at = 0, 0
+    lines: list[str] = []
+    num_folded, at = 0, 0
 
     def count_own() -> None:
-        nonlocal own
-        if own:
-            found.append(f"  ... {own} {'frame' if own == 1 else 'frames'} {_FOLDED}")
-        own = 0
+        nonlocal num_folded
+        if num_folded:
+            lines.append(f"  ... {num_folded} {'frame' if num_folded == 1 else 'frames'} {_FOLDED}")
+        num_folded = 0
 
     for frame in _FRAME.finditer(text):
         if frame.start() > at:
             count_own()
-            found.append(text[at : frame.start()])
+            lines.append(text[at : frame.start()])
         if _is_own(frame[1]):
-            own += 1
+            num_folded += 1
         else:
             count_own()
-            found.append(_of_cell(frame) or frame[0])
+            lines.append(_of_cell(frame) or frame[0])
         at = frame.end()
     count_own()
-    return "".join([*found, text[at:]])
+    return "".join([*lines, text[at:]])
 
 
 def _is_own(path: str) -> bool:
     """Whether a file on a rank is a module of this package."""
-    _, found, module = path.replace("\\", "/").rpartition("/spark_dl/")
-    return bool(found) and (_PACKAGE / module).is_file()
+    _, separator, module = path.replace("\\", "/").rpartition("/spark_dl/")
+    return bool(separator) and (_PACKAGE / module).is_file()
 
 
 def _of_cell(frame: re.Match[str]) -> str | None:
@@ -302,15 +302,20 @@ def describe(
     """
     lines = harmless("\n".join(line for _, line in output)[-_OUTPUT_CHARACTERS:])
     about = {"error": _text_of(error), "is_retryable": is_retryable(error), "collective": last_collective()}
-    found = {**rank_state.place_now(), **me, **about}
+    description = {**rank_state.place_now(), **me, **about}
     if isinstance(error, ScriptError):
         # The program's own traceback is in its output, and says whether it failed because of another rank.
-        return {**found, "error": harmless(str(error)), "output": lines, "is_secondary": _is_of_lost_connection(lines)}
+        return {
+            **description,
+            "error": harmless(str(error)),
+            "output": lines,
+            "is_secondary": _is_of_lost_connection(lines),
+        }
     if isinstance(error, SystemExit):
-        found["error"] = f"the function ended with exit code {error.code} (sys.exit)"
+        description["error"] = f"the function ended with exit code {error.code} (sys.exit)"
     frames = harmless("".join(traceback.format_exception(error))[-16000:])
     return {
-        **found,
+        **description,
         "traceback": frames,
         "output": "" if is_shown else lines,
         "is_secondary": is_secondary(error),
@@ -421,11 +426,11 @@ def raise_published(world: World, error: BaseException) -> None:
     with this rank, and torchrun ends all ranks when the first rank ends.
     """
     wait = datetime.timedelta(seconds=_WAIT_S)
-    found: list[bytes] = []
+    published: list[bytes] = []
 
     def listen() -> None:
         world.store.wait([_FIRST], wait)
-        found.append(world.store.get(_FIRST))
+        published.append(world.store.get(_FIRST))
 
     def leave() -> None:
         world.store.set(f"left/{world.rank}", "1")
@@ -434,8 +439,8 @@ def raise_published(world: World, error: BaseException) -> None:
     if is_secondary(error):
         _bounded(listen)
     _bounded(leave)
-    if found:
-        first = json.loads(found[0])
+    if published:
+        first = json.loads(published[0])
         raise RuntimeError(f"rank {first['rank']} on {first['host']} failed: {first['error']}") from error
 
 

@@ -102,16 +102,16 @@ def memory_now() -> RankMemory:
     import resource  # not on Windows, where drivers can run
 
     unit = 1 if sys.platform == "darwin" else 1024
-    found: RankMemory = {
+    memory: RankMemory = {
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "limit": None, "group": "", "events": "",
         "oom_kills": 0,
     }  # fmt: skip
     for folder, events, limit in _groups():
         if (kills := _oom_kills(folder / events)) is not None:
-            found |= {"events": str(folder / events), "group": _identity(folder / events), "oom_kills": kills}
-            found["limit"] = _limit(folder / limit)
+            memory |= {"events": str(folder / events), "group": _identity(folder / events), "oom_kills": kills}
+            memory["limit"] = _limit(folder / limit)
             break
-    return found
+    return memory
 
 
 def memory_in_words(memory: RankMemory | None) -> str:
@@ -156,7 +156,7 @@ def _groups() -> list[tuple[Path, str, str]]:
 
     In a container the folder is often the root of what the container sees.
     """
-    found = []
+    groups = []
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -170,8 +170,8 @@ def _groups() -> list[tuple[Path, str, str]]:
         else:
             continue
         for root in roots:
-            found += [(folder, events, limit) for folder in (root / path.lstrip("/"), root)]
-    return found
+            groups += [(folder, events, limit) for folder in (root / path.lstrip("/"), root)]
+    return groups
 
 
 def _oom_kills(events: Path) -> int | None:
@@ -231,14 +231,14 @@ def last_collective() -> dict[str, Any] | None:
         from torch._C import _distributed_c10d
 
         trace = json.loads(_distributed_c10d._dump_fr_trace_json(includeCollectives=True))  # type: ignore[attr-defined]
-        own = [e for e in trace["entries"] if not e["is_p2p"] and e["time_created_ns"] >= began_ns()]
-        last = max(own, key=lambda entry: entry["record_id"], default=None)
+        of_attempt = [e for e in trace["entries"] if not e["is_p2p"] and e["time_created_ns"] >= began_ns()]
+        last = max(of_attempt, key=lambda entry: entry["record_id"], default=None)
         if last is not None:
             tensors = zip(last["input_sizes"], last["input_dtypes"], strict=False)
             return {
                 "group": last["process_group"][1], "number": last["collective_seq_id"],
                 "name": last["profiling_name"].rpartition(":")[2],
                 "tensors": ", ".join(f"{sizes} {dtype}" for sizes, dtype in tensors),
-                "is_open": any(not entry["retired"] for entry in own),
+                "is_open": any(not entry["retired"] for entry in of_attempt),
             }  # fmt: skip
     return None

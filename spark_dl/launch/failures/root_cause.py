@@ -180,10 +180,10 @@ def root_cause(
         silent: seconds since the last heartbeat, of the silent tasks.
         memories: the memory of the tasks, by their last heartbeats.
     """
-    found = _first_of_all(failures, known, error, silent, memories or {})
-    if isinstance(found, RankError):
-        found.hosts = _hosts(known)
-    return found
+    cause = _first_of_all(failures, known, error, silent, memories or {})
+    if isinstance(cause, RankError):
+        cause.hosts = _hosts(known)
+    return cause
 
 
 def _hosts(known: Mapping[int, Mapping[str, Any]]) -> frozenset[str]:
@@ -232,9 +232,9 @@ def _first_of_all(
     if missing := missing_on_executors(text):
         return RuntimeError(f"{missing}. Spark's error: {_last_lines(text)}")
     if re.search(r"Python worker (exited|terminated|failed)", text):
-        found = re.search(r"Lost task (\d+)\.\d+ in stage \S+ \(TID \d+\) \((\S+) executor", text)
-        task, host = found.groups() if found else ("?", "an unknown host")
-        who = known.get(int(task), {}) if found else {}
+        match = re.search(r"Lost task (\d+)\.\d+ in stage \S+ \(TID \d+\) \((\S+) executor", text)
+        task, host = match.groups() if match else ("?", "an unknown host")
+        who = known.get(int(task), {}) if match else {}
         rank = who.get("rank")
         return RankError(
             f"{f'task {task}' if rank is None else name_of(rank, int(task))} on {host} was killed: its Python process "
@@ -291,8 +291,8 @@ def _who(who: Mapping[str, Any]) -> dict[str, Any]:
 
 def _signal_of(crash: str) -> str:
     """Returns the signal that ended a process, by what Python's faulthandler has written."""
-    found = re.match(r"Fatal Python error: (.*)", crash)
-    return _SIGNALS.get(found[1].strip(), found[1].strip()) if found else "SIGTERM"
+    match = re.match(r"Fatal Python error: (.*)", crash)
+    return _SIGNALS.get(match[1].strip(), match[1].strip()) if match else "SIGTERM"
 
 
 def _place(who: Mapping[str, Any]) -> Status:

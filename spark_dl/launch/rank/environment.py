@@ -144,7 +144,7 @@ class ProcessState:
 
 def _put_back(owner: Any, before: dict[str, Any]) -> list[str]:
     """Restores the functions and classes of a module or class. Returns the names of those that were replaced."""
-    found, now = [], dict(vars(owner))
+    restored, now = [], dict(vars(owner))
     for key, value in before.items():
         if key in _NOT_OF_THE_USER or now.get(key, _missing) is value:
             continue
@@ -152,9 +152,9 @@ def _put_back(owner: Any, before: dict[str, Any]) -> list[str]:
             continue  # plain values, which modules keep for themselves
         if _is_by_itself(now.get(key), owner):
             continue
-        found.append(key)
+        restored.append(key)
         setattr(owner, key, value)
-    return found
+    return restored
 
 
 def _is_by_itself(value: Any, owner: Any) -> bool:
@@ -171,9 +171,9 @@ def _is_by_itself(value: Any, owner: Any) -> bool:
 
 def _global_hooks() -> list[tuple[str, Any]]:
     modules, optimizers = nn.modules.module, importlib.import_module("torch.optim.optimizer")
-    found = [(name, getattr(modules, name)) for name in _HOOKS if hasattr(modules, name)]
+    hooks = [(name, getattr(modules, name)) for name in _HOOKS if hasattr(modules, name)]
     names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-    return [*found, *((name, getattr(optimizers, name)) for name in names if hasattr(optimizers, name))]
+    return [*hooks, *((name, getattr(optimizers, name)) for name in names if hasattr(optimizers, name))]
 
 
 def _stacks() -> tuple[Any, ...]:
@@ -315,21 +315,21 @@ def find_place() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     for names in _PLACES:
-        found = [os.environ.get(name) for name in names]
+        values = [os.environ.get(name) for name in names]
         is_srun = names[0].startswith("SLURM")
-        if found == [None, None] or (is_srun and found[1] is None and found[0] == "0"):
+        if values == [None, None] or (is_srun and values[1] is None and values[0] == "0"):
             continue
-        if is_srun and found[1] is None:
+        if is_srun and values[1] is None:
             names = (names[0], "SLURM_NTASKS")
-            found[1] = os.environ.get(names[1])
-        if found == [None, "1"]:
+            values[1] = os.environ.get(names[1])
+        if values == [None, "1"]:
             return 0, 1
-        number = [int(text) if text and re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) else -1 for text in found]
+        number = [int(text) if text and re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) else -1 for text in values]
         if not 0 <= number[0] < number[1]:
             raise ValueError(
-                f"{names[0]}={found[0]}, {names[1]}={found[1]}: expected the rank of this process, from 0 on, and the "
-                "number of ranks; a launcher such as torchrun, horovodrun, mpirun or srun sets both; remove them for a "
-                "process that is alone"
+                f"{names[0]}={values[0]}, {names[1]}={values[1]}: expected the rank of this process, from 0 on, and "
+                "the number of ranks; a launcher such as torchrun, horovodrun, mpirun or srun sets both; remove them "
+                "for a process that is alone"
             )
         return number[0], number[1]
     return 0, 1

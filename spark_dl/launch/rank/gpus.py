@@ -118,10 +118,10 @@ def listed_uuids() -> dict[str, str]:
     """Returns the UUIDs of this host's GPUs by nvidia-smi's numbers; empty if there is no nvidia-smi."""
     query = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
     try:
-        found = subprocess.run(query, capture_output=True, text=True, check=True, timeout=_SMI_WAIT_S).stdout
+        listing = subprocess.run(query, capture_output=True, text=True, check=True, timeout=_SMI_WAIT_S).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    rows = [line.split(",") for line in found.splitlines()]
+    rows = [line.split(",") for line in listing.splitlines()]
     return {row[0].strip(): row[1].strip() for row in rows if len(row) == 2}
 
 

@@ -65,16 +65,16 @@ def end(find: Callable[[], Iterable[int]], *, polite_s: float, limit_s: float) -
     """
     start, asked = time.monotonic(), set()
     while True:
-        seconds, found = time.monotonic() - start, set()
+        seconds, ended = time.monotonic() - start, set()
         for pid in find():
-            found.add(pid)
+            ended.add(pid)
             number = signal.SIGTERM if seconds < polite_s else signal.SIGKILL
             if (pid, number) not in asked:  # a second SIGTERM makes some programs leave out their cleanup
                 asked.add((pid, number))
                 with contextlib.suppress(OSError):
                     os.kill(pid, number)
-        if not found or seconds > limit_s:
-            return found
+        if not ended or seconds > limit_s:
+            return ended
         time.sleep(_AGAIN_S)
 
 

@@ -187,7 +187,7 @@ def deal_ranks(peers: Sequence[TaskRecord]) -> list[int]:
     places: dict[tuple[str, str], list[TaskRecord]] = {}
     for p in sorted(peers, key=lambda p: p.partition):
         places.setdefault(p.place, []).append(p)
-    return [p.partition for found in places.values() for p in sorted(found, key=lambda p: _gpu_index(p))]
+    return [p.partition for on_host in places.values() for p in sorted(on_host, key=lambda p: _gpu_index(p))]
 
 
 def _gpu_index(peer: TaskRecord) -> int:

@@ -68,7 +68,7 @@ def _is_gloo(backend: Any) -> bool:
 
 def _listening() -> dict[str, int]:
     """Returns the listening TCP sockets of this process: a descriptor for each inode."""
-    found: dict[str, int] = {}
+    ports: dict[str, int] = {}
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed in the meantime
             inode = os.readlink(f"/proc/self/fd/{entry}")
@@ -76,8 +76,8 @@ def _listening() -> dict[str, int]:
                 with socket.socket(fileno=os.dup(int(entry))) as sock:
                     is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
                     if is_tcp and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        found[inode] = int(entry)
-    return found
+                        ports[inode] = int(entry)
+    return ports
 
 
 def _drop_all(descriptor: int) -> None:

@@ -184,9 +184,9 @@ def _say_shared(peers: Sequence[TaskRecord], rank: int, ranks: Sequence[int]) ->
 def _exchange(context: Any, report: Any, message: str, launch: Launch) -> list[str]:
     """Returns the messages of all tasks. Collective. Through the driver's listener if all tasks can reach it."""
     if isinstance(report, Reporter):
-        found = report.exchange(message, launch.start_timeout_s)
-        if found is not None:
-            return found
+        answers = report.exchange(message, launch.start_timeout_s)
+        if answers is not None:
+            return answers
         if report.tasks is not None and report.tasks.num_tasks > launch.num_ranks:  # the others do not call it
             raise RuntimeError(
                 "not all ranks have reached the driver's port within launch.start_timeout_s, so no host can be left "
@@ -383,13 +383,13 @@ def group_of(world: World, hosts: Sequence[str], num_ranks: int) -> Group:
         hosts: host of each rank of the job. Ranks of a host are consecutive.
     """
     first = world.rank - world.rank % num_ranks
-    own = tuple(hosts[first : first + num_ranks])
+    hosts_of_group = tuple(hosts[first : first + num_ranks])
     rank = world.rank - first
     place = dataclasses.replace(
-        world, rank=rank, world_size=num_ranks, local_rank=own[:rank].count(world.host),
-        local_world_size=own.count(world.host),
+        world, rank=rank, world_size=num_ranks, local_rank=hosts_of_group[:rank].count(world.host),
+        local_world_size=hosts_of_group.count(world.host),
     )  # fmt: skip
-    return Group(first // num_ranks, place, own)
+    return Group(first // num_ranks, place, hosts_of_group)
 
 
 @contextlib.contextmanager

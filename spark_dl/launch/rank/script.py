@@ -129,7 +129,7 @@ def _added_path() -> list[str]:
     Spark, and has the files of `addPyFile`. In a local session it is the driver's, where `python train.py` finds
     nothing.
     """
-    own = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    standard = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     kept = {str(Path(__file__).absolute().parents[3])}  # spark_dl itself
     if (files := sys.modules.get("pyspark.core.files") or sys.modules.get("pyspark.files")) is not None:
         kept.add(os.path.abspath(files.SparkFiles._root_directory or "/"))
@@ -137,7 +137,7 @@ def _added_path() -> list[str]:
     # A standalone worker of a PySpark that pip has installed has the executor's folder below site-packages.
     return [
         p for p in paths
-        if p in kept or (p != os.getcwd() and not any(p == o or p.startswith(f"{o}{os.sep}") for o in own))
+        if p in kept or (p != os.getcwd() and not any(p == o or p.startswith(f"{o}{os.sep}") for o in standard))
     ]  # fmt: skip
 
 

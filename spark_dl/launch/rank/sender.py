@@ -216,10 +216,10 @@ class Sender:
             return None
         self._stalled_since = since
         try:
-            found = stacks()
+            text = stacks()
         except Exception as error:  # the frames belong to threads that run; an error here must not end the connection
-            found = f"  no stacks: {error!r}\n"
-        return self._frame({"kind": "stack", "stack": found, "collective": last_collective()})
+            text = f"  no stacks: {error!r}\n"
+        return self._frame({"kind": "stack", "stack": text, "collective": last_collective()})
 
     def _work(self, address: Address) -> None:
         try:
@@ -324,10 +324,10 @@ def stacks() -> str:
     """Returns the stacks of the threads of this process, the main thread first, the innermost frames last."""
     frames, main = sys._current_frames(), threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    own = threading.get_ident()
-    found = []
+    this_thread = threading.get_ident()
+    blocks = []
     for ident in sorted(frames, key=lambda ident: ident != main):
-        if ident != own:
+        if ident != this_thread:
             frame = "".join(traceback.format_stack(frames[ident]))
-            found.append(f"Thread {names.get(ident, ident)}:\n{frame[-_STACK_CHARACTERS:]}")
-    return "".join(found)[:_STACK_CHARACTERS]
+            blocks.append(f"Thread {names.get(ident, ident)}:\n{frame[-_STACK_CHARACTERS:]}")
+    return "".join(blocks)[:_STACK_CHARACTERS]

@@ -65,9 +65,9 @@ class StoreServer:
         """Returns the answer to a request, which names a method and has its arguments."""
         method: Callable[..., Any] = _METHODS[request["method"]]
         with self._changed:
-            found = method(self, *request["arguments"])
+            answer = method(self, *request["arguments"])
             self._changed.notify_all()
-        return found
+        return answer
 
     def _set(self, keys: Sequence[str], values: Sequence[str]) -> None:
         self._values.update(zip(keys, map(base64.b64decode, values), strict=True))

@@ -50,8 +50,8 @@ def choose(executors: Sequence[str], task: int, num_ranks: int, left_out: Collec
     if left_out:
         others_first = sorted(chosen, key=lambda index: host_of(executors[index]) in left_out)
         chosen = sorted(others_first[:num_ranks])
-    own = chosen.index(task) if task in chosen else None
-    return RankTasks(tuple(executors[index] for index in chosen), own, len(executors))
+    place = chosen.index(task) if task in chosen else None
+    return RankTasks(tuple(executors[index] for index in chosen), place, len(executors))
 
 
 def own_executor(address: str) -> str:
@@ -68,17 +68,17 @@ def all_gather(context: Any, message: str, limit_s: float | None) -> list[str]:
 
     Collective. context: the BarrierTaskContext. Raises OtherRankError if not all tasks come within `limit_s`.
     """
-    found: queue.Queue[Any] = queue.Queue()
+    answers: queue.Queue[Any] = queue.Queue()
 
     def gather() -> None:
         try:
-            found.put(context.allGather(message))
+            answers.put(context.allGather(message))
         except BaseException as error:
-            found.put(error)
+            answers.put(error)
 
     threading.Thread(target=gather, name="spark_dl allGather", daemon=True).start()
     try:
-        messages: list[str] | BaseException = found.get(timeout=limit_s)
+        messages: list[str] | BaseException = answers.get(timeout=limit_s)
     except queue.Empty:
         raise OtherRankError(
             f"not all ranks came to meet the others within launch.start_timeout_s={limit_s:g} s: one of them hangs or "

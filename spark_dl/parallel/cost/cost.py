@@ -114,9 +114,9 @@ class Work:
 
 def work(exchange: ExchangeSize) -> Work:
     """Returns the work of an exchange."""
-    found = METHODS[exchange.method](exchange)
+    summed = METHODS[exchange.method](exchange)
     buckets = max(1, math.ceil(exchange.gradient_bytes / exchange.bucket_bytes))
-    return replace(found, calls=buckets * found.calls, messages=buckets * found.messages)
+    return replace(summed, calls=buckets * summed.calls, messages=buckets * summed.messages)
 
 
 def _naive(exchange: ExchangeSize) -> Work:
@@ -325,8 +325,8 @@ def fit(points: Sequence[Point]) -> Network:
     relative = counts / np.array([[point.seconds] for point in points])
     first = [0, 1] if methods <= BY_SPARK else [1, 0]  # the first of two equally good columns
     order = [*first, 2, 3]
-    found = _non_negative_least_squares(relative[:, order])
-    overhead_s, alpha_s, s_per_byte, gamma = (found[order.index(i)] for i in range(4))
+    coefficients = _non_negative_least_squares(relative[:, order])
+    overhead_s, alpha_s, s_per_byte, gamma = (coefficients[order.index(i)] for i in range(4))
     return Network(alpha_s, 1 / s_per_byte if s_per_byte else math.inf, gamma, overhead_s)
 
 
@@ -347,12 +347,12 @@ def _non_negative_least_squares(a: np.ndarray[Any, Any]) -> list[float]:
         for columns in itertools.combinations(np.flatnonzero(scale), num_columns):
             kept = list(columns)
             scaled = a[:, kept] / scale[kept]
-            found, _, rank, _ = np.linalg.lstsq(scaled, target, rcond=1e-9)
-            error = float(np.linalg.norm(scaled @ found - target))
-            if rank < num_columns or (found < 0).any() or error >= best_error - 1e-9:
+            solution, _, rank, _ = np.linalg.lstsq(scaled, target, rcond=1e-9)
+            error = float(np.linalg.norm(scaled @ solution - target))
+            if rank < num_columns or (solution < 0).any() or error >= best_error - 1e-9:
                 continue
             best, best_error = [0.0] * a.shape[1], error
-            for column, value in zip(kept, found / scale[kept], strict=True):
+            for column, value in zip(kept, solution / scale[kept], strict=True):
                 best[column] = float(value)
     return best
 

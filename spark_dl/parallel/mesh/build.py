@@ -115,14 +115,14 @@ def build_part(
                 schedule=settings.schedule, stages_per_rank=settings.stages_per_rank,
             )  # fmt: skip
     model.to(world.device)
-    own = {name for name, module in model.named_modules() if not isinstance(module, OtherStage)}
+    kept = {name for name, module in model.named_modules() if not isinstance(module, OtherStage)}
     layouts: dict[str, Layout] = {}
     mesh = groups.device_mesh(world.device.type)
     marks = marks_of(model)
     if plan is not None:
         assert mesh is not None
         slices = parallelize_tensors(
-            model, {name: word for name, word in plan.items() if name in own}, mesh["tensor"],
+            model, {name: word for name, word in plan.items() if name in kept}, mesh["tensor"],
             sequence=settings.sequence,
         )  # fmt: skip
         layouts = {name: of_boxes(s.shape, s.boxes) for name, s in slices.items() if not s.is_replicated}
@@ -135,7 +135,7 @@ def build_part(
         axes = ("replicas", "shards") if groups.replicas is not None else ("shards",)
         if chain is None:
             chain = build_chain(model, spec.layers) if spec.layers is not None else None
-        units = default_units(model) if chain is None else [layer.module for layer in chain if layer.name in own]
+        units = default_units(model) if chain is None else [layer.module for layer in chain if layer.name in kept]
         check_hooks(model, {name for name, _ in model.named_parameters()}, "parallel.zero_stage=3")
         check_shardable(model)
         # A pipeline calls the layers, and never the model.

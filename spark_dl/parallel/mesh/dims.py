@@ -105,10 +105,10 @@ class Dims:
         return self._groups(lambda at: (at.pipeline, at.tensor, at.data // self.shards, at.data % self.experts))
 
     def _groups(self, key: Callable[[Place], Hashable]) -> list[list[int]]:
-        found: dict[Hashable, list[int]] = {}
+        groups: dict[Hashable, list[int]] = {}
         for rank in range(self.num_ranks):
-            found.setdefault(key(self.place(rank)), []).append(rank)
-        return list(found.values())
+            groups.setdefault(key(self.place(rank)), []).append(rank)
+        return list(groups.values())
 
 
 def mesh_of(

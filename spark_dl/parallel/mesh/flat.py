@@ -167,9 +167,9 @@ class FlatGradients:
 
     def exchange(self) -> None:
         """Sums gradients that were computed without `start`, after a backward pass, over all data ranks. Collective."""
-        found = [[parameter.grad for parameter in bucket.parameters] for bucket in self.buckets]
+        grads = [[parameter.grad for parameter in bucket.parameters] for bucket in self.buckets]
         self.start(1)
-        for bucket, gradients in zip(self.buckets, found, strict=True):
+        for bucket, gradients in zip(self.buckets, grads, strict=True):
             for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
                 if gradient is not None:
                     assert parameter.grad is not None
@@ -283,17 +283,17 @@ class FlatGradients:
 
     def _end_first(self) -> None:
         bucket, wait = self._pending.pop(0)
-        found = wait()
+        reduced = wait()
         if bucket.shard is None:
             return
         if self._stage == 2:
             assert bucket.shard.grad is not None
-            bucket.shard.grad += found
+            bucket.shard.grad += reduced
         else:
             assert bucket.gradients is not None
             start, stop = bucket.shard_range()
             own = bucket.gradients[start:stop]
-            own.copy_(found)
+            own.copy_(reduced)
             bucket.shard.grad = own
 
 
@@ -304,7 +304,7 @@ def _deal(
     """Deals the parameters of an optimizer to buckets, those of the last layers first, as their gradients are."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = {key: i for i, key in enumerate(names)}
-    found: list[ShardedBucket] = []
+    buckets: list[ShardedBucket] = []
     for index, group in enumerate(optimizer.param_groups):
         open_buckets: dict[Hashable, tuple[ShardedBucket, int]] = {}
         trained = [p for p in group["params"] if p.requires_grad]
@@ -314,13 +314,13 @@ def _deal(
             bucket, used = open_buckets.get(kind, (None, 0))
             if bucket is None or (used + size) * parameter.element_size() > most_bytes:
                 bucket, used = ShardedBucket([], [], index, groups.holders(of_experts=name in experts)), 0
-                found.append(bucket)
+                buckets.append(bucket)
             shards = bucket.holders.num_shards
             bucket.names.append(name)
             bucket.parameters.append(parameter)
             bucket.length = -(-(used + size) // shards) * shards
             open_buckets[kind] = bucket, used + size
-    return sorted(found, key=lambda bucket: -order[id(bucket.parameters[0])])
+    return sorted(buckets, key=lambda bucket: -order[id(bucket.parameters[0])])
 
 
 def _flatten(bucket: ShardedBucket) -> None:
@@ -346,9 +346,9 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, buckets: Sequence[ShardedB
     """
     before, state = [list(group["params"]) for group in optimizer.param_groups], dict(optimizer.state)
     for index, group in enumerate(optimizer.param_groups):
-        own = [bucket for bucket in buckets if bucket.group == index]
-        dealt = {id(parameter) for bucket in own for parameter in bucket.parameters}
-        group["params"] = [bucket.shard for bucket in own] + [p for p in before[index] if id(p) not in dealt]
+        group_buckets = [bucket for bucket in buckets if bucket.group == index]
+        dealt = {id(parameter) for bucket in group_buckets for parameter in bucket.parameters}
+        group["params"] = [bucket.shard for bucket in group_buckets] + [p for p in before[index] if id(p) not in dealt]
     for bucket in buckets:
         assert bucket.shard is not None
         start, stop = bucket.shard_range()
@@ -430,11 +430,11 @@ def shard_fully(
 
 def default_units(model: nn.Module) -> list[nn.Module]:
     """Returns the children of a model that have parameters; of lists and chains of modules, their children."""
-    found: list[nn.Module] = []
+    units: list[nn.Module] = []
     for child in model.children():
         inner = list(child.children()) if isinstance(child, (nn.ModuleList, nn.Sequential)) else [child]
-        found += [module for module in inner if next(module.parameters(), None) is not None]
-    return found
+        units += [module for module in inner if next(module.parameters(), None) is not None]
+    return units
 
 
 def _with_shared_parameters(units: Sequence[nn.Module]) -> list[list[nn.Module]]:
@@ -496,20 +496,20 @@ class SameCalls:
         ]
         try:
             # The hooks of the modules run before those that gather, which were registered earlier.
-            found = self._inside(function, batch)
+            output = self._inside(function, batch)
             self._compare(len(names), names)
         finally:
             for handle in handles:
                 handle.remove()
-        return found
+        return output
 
     def _compare(self, index: int, names: Sequence[str]) -> None:
         """Raises ValueError unless all ranks call the same module next. index: of the module; their number at the
         end."""
         own = torch.tensor([index], device=self._device)
-        found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(found, own)
-        called = [int(each) for each in found]
+        others = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, own)
+        called = [int(each) for each in others]
         if len({*called}) > 1:
             words = [f"rank {rank} {f'calls {names[i]!r}' if i < len(names) else 'calls no more'}"
                      for rank, i in enumerate(called[:8])]  # fmt: skip

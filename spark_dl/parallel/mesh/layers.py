@@ -98,12 +98,12 @@ def _matched(model: nn.Module, patterns: Sequence[str]) -> list[Layer]:
     named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
     chain = []
     for pattern in patterns:
-        found = [Layer(name, module) for name, module in named if matches(name, pattern)]
-        if not found:
+        layers = [Layer(name, module) for name, module in named if matches(name, pattern)]
+        if not layers:
             raise ValueError(
                 f"spec.layers: no module of {type(model).__name__} matches {pattern!r}; it has {_children(model)}"
             )
-        chain += found
+        chain += layers
     return chain
 
 
@@ -150,13 +150,13 @@ def _short(names: Iterable[str], limit: int = 8) -> str:
 
 def find_tied(chain: Sequence[Layer]) -> list[Tied]:
     """Returns the parameters that several layers have, such as the weight of an embedding and of the last layer."""
-    found: dict[int, tuple[list[str], list[int]]] = {}
+    places: dict[int, tuple[list[str], list[int]]] = {}
     for i, layer in enumerate(chain):
         for name, parameter in layer.module.named_parameters():
-            names, positions = found.setdefault(id(parameter), ([], []))
+            names, positions = places.setdefault(id(parameter), ([], []))
             names.append(f"{layer.name}.{name}")
             positions.append(i)
-    return [Tied(tuple(names), tuple(layers)) for names, layers in found.values() if len(layers) > 1]
+    return [Tied(tuple(names), tuple(layers)) for names, layers in places.values() if len(layers) > 1]
 
 
 def tensors_of(value: object) -> tuple[Tensor, ...] | None:
@@ -264,18 +264,18 @@ def _matching(model: nn.Module, layers: Collection[str], patterns: Sequence[str]
     if patterns is None:
         return list(layers)
     modules = dict(model.named_modules())
-    found: list[str] = []
+    matching: list[str] = []
     for pattern in patterns:
         names = [name for name in modules if matches(name, pattern)]
-        own = [name for name in names if name in layers]
-        if not own:
+        experts = [name for name in names if name in layers]
+        if not experts:
             kind = f"{names[0]!r}, a {type(modules[names[0]]).__name__}" if names else "no module"
             raise ValueError(
                 f"spec.experts: expected the name or a pattern of spark_dl.nn.MoE layers, such as "
                 f"{next(iter(layers))!r}, found {pattern!r}, which matches {kind}"
             )
-        found += [name for name in own if name not in found]
-    return found
+        matching += [name for name in experts if name not in matching]
+    return matching
 
 
 def cut_experts(model: nn.Module, names: Collection[str], groups: Groups) -> dict[str, Layout]:
@@ -285,14 +285,14 @@ def cut_experts(model: nn.Module, names: Collection[str], groups: Groups) -> dic
         names: from `find_experts`. Returns what this rank has of the parameters that are cut, by name.
     """
     ranks, index = groups.dims.experts, groups.at.data % groups.dims.experts
-    found = {}
+    layouts = {}
     for name, layer in _layers(model, names).items():
         count = layer.num_experts // ranks
         for inner, parameter in layer.experts.named_parameters():
             boxes = [((index * count, *[0] * (parameter.ndim - 1)), (count, *parameter.shape[1:]))]
-            found[f"{name}.experts.{inner}".lstrip(".")] = of_boxes(parameter.shape, boxes)
+            layouts[f"{name}.experts.{inner}".lstrip(".")] = of_boxes(parameter.shape, boxes)
             parameter.data = parameter.data[index * count : (index + 1) * count].clone()
-    return found
+    return layouts
 
 
 def connect_experts(model: nn.Module, names: Collection[str], groups: Groups, clock: ExchangeClock | None) -> None:

@@ -84,10 +84,10 @@ class FirstStepCheck:
             own = [(name, layout, value.float().cpu().clone()) for name, layout, value in self._state.gradients()]
             self._optimizer.zero_grad()
             self._module.zero_grad()
-            found = self._of_whole(micro_batches, count)
+            reference = self._of_whole(micro_batches, count)
             worst = None
-            if found is not None:
-                expected, expected_losses = found
+            if reference is not None:
+                expected, expected_losses = reference
                 worst = self._worst(own, expected) or self._of_losses(losses, expected_losses, count)
             if worst is not None:
                 torch.manual_seed(self._config.train.seed + 1)
@@ -104,7 +104,7 @@ class FirstStepCheck:
                 "parameters or the modules that it replaces, as a weight that is used outside its module. Use ddp, "
                 "leave these layers whole (spec.tensor_plan, spec.layers), or set it to 0"
             )
-        if found is None:
+        if reference is None:
             self._say_left_out()
         elif self._world.rank == 0:
             _log.info("the first step has the gradients of the whole model (%.2f s)", time.perf_counter() - start)
@@ -159,16 +159,16 @@ class FirstStepCheck:
         if not self._all(losses is not None):
             return None
         assert losses is not None
-        found = {
+        gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense()
             for name, p in whole.named_parameters(remove_duplicate=False)
         }
-        flat = torch.cat([*(g.float().cpu().reshape(-1) for g in found.values()), losses.float().cpu().view(1)])
+        flat = torch.cat([*(g.float().cpu().reshape(-1) for g in gradients.values()), losses.float().cpu().view(1)])
         # Ranks of a copy of the model have the same rows.
         is_first = self._groups.at.tensor == self._groups.at.pipeline == 0
         _sum(flat if is_first else flat.zero_(), self._world)
-        parts = flat[:-1].split([gradient.numel() for gradient in found.values()])
-        return {name: p.view(g.shape) for (name, g), p in zip(found.items(), parts, strict=True)}, float(flat[-1])
+        parts = flat[:-1].split([gradient.numel() for gradient in gradients.values()])
+        return {name: p.view(g.shape) for (name, g), p in zip(gradients.items(), parts, strict=True)}, float(flat[-1])
 
     def _sum_over_data(self, tensor: Tensor) -> None:
         if self._groups.data is not None:
@@ -180,15 +180,17 @@ class FirstStepCheck:
         """Returns the first gradient of the model that differs on some rank, and by what part of it. Collective."""
         whole = float(torch.sqrt(sum(value.square().sum() for value in expected.values())))  # type: ignore[arg-type]
         order = {name: i for i, name in enumerate(expected)}
-        found: list[tuple[int, float]] = []
+        differences: list[tuple[int, float]] = []
         for name, layout, gradient in own:
             if name not in expected:
                 continue
             difference = float((gradient - _take(expected[name].reshape(-1), layout)).norm())
             norm = max(float(expected[name].norm()), _SMALL * whole, torch.finfo(torch.float32).tiny)
             if not difference <= _TOLERANCE[self._config.train.precision] * norm:
-                found.append((order[name], difference / norm))
-        first = torch.tensor(min(found, default=(len(order), 0.0)), dtype=torch.float64, device=self._world.device)
+                differences.append((order[name], difference / norm))
+        first = torch.tensor(
+            min(differences, default=(len(order), 0.0)), dtype=torch.float64, device=self._world.device
+        )
         of_ranks = [torch.empty_like(first) for _ in range(self._world.world_size)]
         dist.all_gather(of_ranks, first)
         index, ratio = min(each.tolist() for each in of_ranks)
@@ -346,9 +348,9 @@ def _check_same_rows(micro_batches: Sequence[Batch], groups: Groups, world: Worl
         if group is None:
             continue
         own = torch.tensor([checksum], device=world.device)
-        found = [torch.empty_like(own) for _ in range(group.size())]
-        dist.all_gather(found, own, group=group)
-        if any(int(each) != checksum for each in found):
+        others = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(others, own, group=group)
+        if any(int(each) != checksum for each in others):
             raise RuntimeError(
                 f"rank {world.rank} on host {world.host}: the ranks of one copy of the model have different batches, "
                 f"ranks {dist.get_process_group_ranks(group)}; spec.transform must not draw random numbers: use "

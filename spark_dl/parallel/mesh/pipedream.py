@@ -277,11 +277,11 @@ class PipeDream:
         return self._versions[version]
 
     def _pairs(self, version: int) -> list[tuple[nn.Parameter, Tensor]]:
-        found: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        pairs: dict[int, tuple[nn.Parameter, Tensor]] = {}
         for layer, leaves in zip(self._stage.layers, self._versions[version], strict=True):
             named: Mapping[str, nn.Parameter] = dict(layer.module.named_parameters())
-            found |= {id(named[name]): (named[name], leaf) for name, leaf in leaves.items()}
-        return list(found.values())
+            pairs |= {id(named[name]): (named[name], leaf) for name, leaf in leaves.items()}
+        return list(pairs.values())
 
     def _drop_versions(self) -> None:
         """Forgets the versions that no mini-batch needs."""

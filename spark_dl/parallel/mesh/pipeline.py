@@ -148,14 +148,14 @@ class Pipeline:
             if stage.is_last:
                 losses = stage.loss_sum(batch, received)
                 self._losses.append(losses.detach())
-                found: tuple[Tensor, ...] = (losses / self._divisor,)
+                outputs: tuple[Tensor, ...] = (losses / self._divisor,)
             else:
-                found = stages.boundaries[index].unwrap(stage.activation(batch, received))
+                outputs = stages.boundaries[index].unwrap(stage.activation(batch, received))
             if self._schedule in SPLIT:  # such a schedule detaches them, which torch does not do with views
-                found = tuple(t.clone() if t._is_view() else t for t in found)
+                outputs = tuple(t.clone() if t._is_view() else t for t in outputs)
             if self._used is not None:
-                self._used += _parameters_of(found)
-            return found[0] if stage.is_last else found
+                self._used += _parameters_of(outputs)
+            return outputs[0] if stage.is_last else outputs
         except Exception as error:
             self._error = error
             raise
@@ -228,28 +228,28 @@ class Pipeline:
         tensors = boundary.tensors
         if self._schedule not in SPLIT or any(t.requires_grad for t in tensors):
             return tensors
-        found = tuple(torch.empty_like(t, requires_grad=t.is_floating_point()) for t in tensors)
-        if not any(t.requires_grad for t in found):
+        buffers = tuple(torch.empty_like(t, requires_grad=t.is_floating_point()) for t in tensors)
+        if not any(t.requires_grad for t in buffers):
             raise ValueError(
                 f"parallel.schedule: {self._schedule!r} needs a tensor of floating-point numbers at the end of each "
                 f"stage, found none after the layer {boundary.layer!r}; use '1f1b' or 'interleaved', or cut the model "
                 "elsewhere (parallel.stages)"
             )
-        return found
+        return buffers
 
 
 def _parameters_of(outputs: Sequence[Tensor]) -> list[nn.Parameter]:
     """Returns the parameters that outputs were computed from."""
     nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen, found = set(nodes), []
+    seen, parameters = set(nodes), []
     while nodes:
         node = nodes.pop()
         if isinstance(getattr(node, "variable", None), nn.Parameter):
-            found.append(node.variable)
+            parameters.append(node.variable)
         following = {each for each, _ in node.next_functions if each is not None} - seen
         seen |= following
         nodes += following
-    return found
+    return parameters
 
 
 class _StageModule(nn.Module):

@@ -146,14 +146,14 @@ class Boundary(NamedTuple):
 
     def unwrap(self, value: Any) -> tuple[Tensor, ...]:
         """Returns the tensors to send, contiguous. Raises RuntimeError if they differ from those that are expected."""
-        found = tensors_of(value) or ()
-        if [(t.shape, t.dtype) for t in found] != [(t.shape, t.dtype) for t in self.tensors]:
+        tensors = tensors_of(value) or ()
+        if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in self.tensors]:
             raise RuntimeError(
-                f"the layer {self.layer!r} at the end of a pipeline stage returned {_describe(found)}, and "
+                f"the layer {self.layer!r} at the end of a pipeline stage returned {_describe(tensors)}, and "
                 f"{_describe(self.tensors)} for the first batch; in a pipeline, shapes and dtypes must not depend on "
                 "the values of a batch"
             )
-        return tuple(t.contiguous() for t in found)
+        return tuple(t.contiguous() for t in tensors)
 
 
 def _describe(tensors: Sequence[Tensor]) -> str:
@@ -172,11 +172,11 @@ def find_boundaries(
     The layers can be on the meta device. Their parameters, buffers and the generators stay as they are.
     Raises UnknownShape if a layer computes with the values of tensors; ValueError if a stage passes on anything else.
     """
-    found: list[tuple[Layer, Any]] = []
+    passed: list[tuple[Layer, Any]] = []
     device = batch["weight"].device
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        found.extend(_fake_pass(stages, device, args, kwargs))
+        passed.extend(_fake_pass(stages, device, args, kwargs))
         raise _Left(None)
 
     gpus = [device.index] if device.type == "cuda" and device.index is not None else []
@@ -188,7 +188,7 @@ def find_boundaries(
             spec.output(model, batch, config.inputs)
     except _Left:
         pass
-    return [boundary_of(layer.name, value) for layer, value in found]
+    return [boundary_of(layer.name, value) for layer, value in passed]
 
 
 def _fake_pass(
@@ -198,7 +198,7 @@ def _fake_pass(
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._pytree import tree_map_only
 
-    found = []
+    passed = []
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
 
         def fake(tensor: Tensor) -> Tensor:
@@ -214,8 +214,8 @@ def _fake_pass(
                 except Exception as error:
                     raise UnknownShape(f"the layer {layer.name!r}: {type(error).__name__}: {error}") from error
                 args, kwargs = (value,), {}
-            found.append((layers[-1], value))
-    return found
+            passed.append((layers[-1], value))
+    return passed
 
 
 def boundary_of(layer: str, value: Any) -> Boundary:

@@ -72,27 +72,27 @@ class MeshState:
     def tied(self) -> dict[str, str]:
         """Returns further names of tensors, with the name under which each is held."""
         first: dict[int, str] = {}
-        found = {}
+        names = {}
         for name, tensor in self._named():
             if id(tensor) in first:
-                found[name] = first[id(tensor)]
+                names[name] = first[id(tensor)]
             else:
                 first[id(tensor)] = name
-        return found
+        return names
 
     def weights(self) -> dict[str, Held]:
         """Returns the parameters and persistent buffers that this rank has, by name."""
         sliced = {s.name: s for bucket in self._buckets for s in self._slices_of(bucket)}
         bucketed = {name for bucket in self._buckets for name in bucket.names}
-        found = {}
+        held = {}
         tied = self.tied()
         for name, tensor in self._named():
             if name in tied:
                 continue
             if name not in bucketed:
-                found[name] = Held(local(tensor).reshape(-1), self._layout(name, tensor), self._writes(name, tensor))
+                held[name] = Held(local(tensor).reshape(-1), self._layout(name, tensor), self._writes(name, tensor))
             elif not tensor.numel():  # no bucket has a part of it
-                found[name] = Held(
+                held[name] = Held(
                     local(tensor).reshape(-1),
                     Layout(tuple(tensor.shape), ()),
                     self._writes(name, tensor, is_sharded=True),
@@ -101,8 +101,8 @@ class MeshState:
                 part = sliced[name]
                 flat = local(tensor).reshape(-1)
                 own = flat[part.offset : part.offset + part.stop - part.start]
-                found[name] = Held(own, part.layout, part.writes)
-        return found
+                held[name] = Held(own, part.layout, part.writes)
+        return held
 
     def copies(self) -> Iterator[tuple[str, str, Tensor, bool]]:
         """Yields what this rank has of each tensor of the model, as (name, key, elements, whether it is a parameter).
@@ -199,7 +199,7 @@ class MeshState:
 
         Tensors that do not have an element for each of the parameter, such as the number of steps, are whole.
         """
-        found = {}
+        held = {}
         for parameter, slices in self._optimized():
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if not isinstance(value, Tensor):
@@ -213,8 +213,8 @@ class MeshState:
                         own = Held(flat[part.start : part.stop], part.layout, part.writes)
                     else:
                         own = Held(flat, whole(local(value).shape), part.writes and _has_first(part.layout))
-                    found[f"{part.name}/{key}"] = own
-        return found
+                    held[f"{part.name}/{key}"] = own
+        return held
 
     def load(self, read_weights: Read, read_optimizer: Read, saved: Mapping[str, Sequence[int]]) -> None:
         """Loads what this rank has of a checkpoint, whatever mesh it was saved on. Not collective.
@@ -227,8 +227,8 @@ class MeshState:
         """
         tied = self.tied()
         own = [(name, tensor) for name, tensor in self._named() if name not in tied]
-        found = read_weights([(name, self._layout(name, tensor)) for name, tensor in own])
-        for (_, tensor), value in zip(own, found, strict=True):
+        weights = read_weights([(name, self._layout(name, tensor)) for name, tensor in own])
+        for (_, tensor), value in zip(own, weights, strict=True):
             target = local(tensor)
             target.copy_(value.view(target.shape))
         for parameter, slices in self._optimized():

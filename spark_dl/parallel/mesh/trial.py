@@ -60,8 +60,8 @@ def check_chain(spec: ModelSpec, model: nn.Module, chain: Sequence[Layer], batch
     for mode in ("training", "evaluation"):
         with contextlib.nullcontext() if mode == "training" else _in_evaluation_mode(model):
             expected = _output(spec, model, batch, config)
-            found = _output(spec, model, batch, config, chain)
-        difference = _difference(found, expected)
+            chained = _output(spec, model, batch, config, chain)
+        difference = _difference(chained, expected)
         if difference:
             raise ValueError(
                 f"spec.layers: the layers, called in order on each other's output, give another output than the model "
@@ -141,8 +141,8 @@ def measure_layers(
     times = torch.zeros(len(chain), dtype=torch.float64, device=device)
     is_distributed = dist.is_initialized()
     if not is_distributed or dist.get_rank() == 0:
-        found = measure_passes(spec, model, chain, to_device(batch, device, config), config, repeats=repeats)
-        times.copy_(torch.tensor([layer.seconds for layer in found]))
+        passes = measure_passes(spec, model, chain, to_device(batch, device, config), config, repeats=repeats)
+        times.copy_(torch.tensor([layer.seconds for layer in passes]))
     if is_distributed:
         dist.broadcast(times, 0)
     return [float(seconds) for seconds in times]
@@ -172,7 +172,7 @@ def measure_passes(
 def _passes(
     spec: ModelSpec, model: nn.Module, chain: Sequence[Layer], batch: Batch, config: Config, *, counts: bool = False
 ) -> list[LayerPass]:  # fmt: skip
-    found = []
+    passes = []
     device = batch["weight"].device
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -186,7 +186,7 @@ def _passes(
             if outputs:
                 ones = [torch.ones_like(t) for t in outputs]
                 backward_s, _ = _timed(functools.partial(torch.autograd.backward, outputs, ones), device)
-            found.append(LayerPass(forward_s, backward_s, sum(t.nbytes for t in tensors), sum(kept.values())))
+            passes.append(LayerPass(forward_s, backward_s, sum(t.nbytes for t in tensors), sum(kept.values())))
             args, kwargs = (_leaves(value),), {}
         return args[0]
 
@@ -199,16 +199,16 @@ def _passes(
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-    return found
+    return passes
 
 
 def _bytes_kept(module: nn.Module, kept: dict[int, int]) -> contextlib.AbstractContextManager[Any]:
     """Collects the bytes of the memory that forward passes keep for backward passes, by its address."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    not_kept = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in not_kept:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
@@ -346,8 +346,8 @@ class RankStages:
         """
         shapes = [{name: tensor.shape for name, tensor in batch.items()} for batch in micro_batches]
         expected = (self._shapes or shapes)[0]
-        for found in shapes:
-            _check_shapes(found, expected)
+        for shape in shapes:
+            _check_shapes(shape, expected)
         batches = [to_device(batch, self.device, self._config) for batch in micro_batches]
         if self._shapes is None:
             self.boundaries = self._find_boundaries(batches[0])
@@ -359,20 +359,20 @@ class RankStages:
             return dict(enumerate(find_boundaries(self._spec, self.module, self._config, self._without_storage, batch)))
         except UnknownShape as reason:  # on all ranks, as all have the same layers and the same batch
             _log.info("the first batch is computed once more, to find the shapes that stages pass on: %s", reason)
-        found = {}
+        boundaries = {}
         with state_kept(self.module), torch.enable_grad():
             received: Any = None
             for index, stage in sorted(self.stages.items()):
                 if index and self.ranks[index - 1] != self.rank:
                     received = self._receive(self.ranks[index - 1])
-                    found[index - 1] = boundary_of(self._layers[index - 1][-1].name, received)
+                    boundaries[index - 1] = boundary_of(self._layers[index - 1][-1].name, received)
                 if stage.is_last:
                     break
                 received = stage.activation(batch, received)
-                found[index] = boundary_of(stage.layers[-1].name, received)
+                boundaries[index] = boundary_of(stage.layers[-1].name, received)
                 if self.ranks[index + 1] != self.rank:
                     self._send(received, self.ranks[index + 1])
-        return found
+        return boundaries
 
     def forward(self, batch: Batch) -> Output | None:
         """Computes the output of the model for a batch with any number of rows. Collective over the pipeline.

@@ -41,13 +41,13 @@ def measure_profile(
         trial.measure_passes(spec, model, chain, {name: t[:size] for name, t in batch.items()}, config)
         for size in sizes
     ]
-    found, start = [], 0
+    profiles, start = [], 0
     for size in units_of(chain, plan):
         unit = range(start, start + size)
         of_sizes = [[passes[i] for i in unit] for passes in measured]
-        found.append(_layer(model, [chain[i] for i in unit], plan, of_sizes, sizes))
+        profiles.append(_layer(model, [chain[i] for i in unit], plan, of_sizes, sizes))
         start += size
-    return tuple(found)
+    return tuple(profiles)
 
 
 def _layer(

@@ -78,7 +78,7 @@ def timeline(stages: Sequence[StageTimes], schedule: str, micro_batches: int) ->
     waiting = [order(schedule, i, num_stages, micro_batches)[::-1] for i in range(num_stages)]
     free_s = [0.0] * num_stages
     ends: dict[tuple[int, str, int], float] = {}
-    found: list[Pass] = []
+    passes: list[Pass] = []
     while any(waiting):
         moved = False
         for stage in range(num_stages):
@@ -91,11 +91,11 @@ def timeline(stages: Sequence[StageTimes], schedule: str, micro_batches: int) ->
                 start_s = max(free_s[stage], arrived_s)
                 free_s[stage] = start_s + (stages[stage].forward_s if kind == FORWARD else stages[stage].backward_s)
                 ends[stage, kind, micro_batch] = free_s[stage]
-                found.append(Pass(stage, kind, micro_batch, start_s, free_s[stage]))
+                passes.append(Pass(stage, kind, micro_batch, start_s, free_s[stage]))
                 moved = True
         assert moved, "a schedule in which stages wait for each other"
-    found += [Pass(i, SYNC, -1, free_s[i], free_s[i] + each.sync_s) for i, each in enumerate(stages) if each.sync_s]
-    return sorted(found, key=lambda each: (each.start_s, each.stage))
+    passes += [Pass(i, SYNC, -1, free_s[i], free_s[i] + each.sync_s) for i, each in enumerate(stages) if each.sync_s]
+    return sorted(passes, key=lambda each: (each.start_s, each.stage))
 
 
 def end_s(passes: Sequence[Pass]) -> float:
@@ -200,9 +200,9 @@ def least_memory(problem: Problem) -> Least | None:
     best: Least | None = None
     for choice in choices(problem):
         stages = StageCosts(problem.layers, problem.cluster, problem.states, choice, segments)
-        found = _least(stages, choice, len(problem.layers))
-        if best is None or found.memory.total < best.memory.total:
-            best = found
+        least = _least(stages, choice, len(problem.layers))
+        if best is None or least.memory.total < best.memory.total:
+            best = least
     return best
 
 
@@ -306,8 +306,8 @@ def search(problem: Problem) -> list[MeshPlan]:
 def plans_of_choices(problem: Problem) -> list[MeshPlan]:
     """Returns the plan with the best cuts of each choice that fits into memory, the shortest step first."""
     segments = Segments(problem.layers, problem.cluster.within)
-    found = (_plan(problem, choice, segments, math.inf) for choice in choices(problem))
-    return sorted((plan for plan in found if plan is not None), key=lambda plan: plan.step_s)
+    plans = (_plan(problem, choice, segments, math.inf) for choice in choices(problem))
+    return sorted((plan for plan in plans if plan is not None), key=lambda plan: plan.step_s)
 
 
 def plan_of(problem: Problem, choice: PlanChoice, starts: Sequence[int]) -> MeshPlan | None:
@@ -324,8 +324,8 @@ def _plan(problem: Problem, choice: PlanChoice, segments: Segments, limit_s: flo
     prefix_s = [0.0, *(stages.fastest(0, end).seconds for end in range(1, num_layers + 1))]
     if prefix_s[-1] * (1 + (choice.micro_batches - 1) / pipeline) >= limit_s:
         return None
-    found = best_cuts(num_layers, pipeline, choice.micro_batches, stages.cost, prefix_s=prefix_s, limit_s=limit_s)
-    return _with_cuts(stages, choice, found.starts, num_layers) if found else None
+    cuts = best_cuts(num_layers, pipeline, choice.micro_batches, stages.cost, prefix_s=prefix_s, limit_s=limit_s)
+    return _with_cuts(stages, choice, cuts.starts, num_layers) if cuts else None
 
 
 def _with_cuts(stages: StageCosts, choice: PlanChoice, starts: tuple[int, ...], num_layers: int) -> MeshPlan | None:

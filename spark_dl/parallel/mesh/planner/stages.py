@@ -155,10 +155,10 @@ def best_cuts(
         reached: dict[int, list[_Suffix]] = {}
         for start in starts:
             front: list[_Suffix] = []
-            for end, found in suffixes.items():
+            for end, suffix in suffixes.items():
                 if end <= start or (own := cost(stage, start, end)) is None:
                     continue
-                for after in found:
+                for after in suffix:
                     new = _before(own, after, start)
                     period_s = max(new.period_s, least_s[start] / stage if stage else 0.0)
                     once_s = max(least_s[start] + new.seconds, new.with_sync_s)
@@ -266,10 +266,10 @@ class StageCosts:
     def cost(self, stage: int, start: int, end: int) -> StageCost | None:
         """Returns the cost of layers `start` to `end` - 1 as a stage: with the fastest tensor plan, or that with the
         fewest bytes if only this one fits; None if none fits."""
-        found = self._cost(stage, start, end, self.fastest(start, end))
-        if found.memory.total > self._cluster.memory_bytes and self._choice.dims.tensor > 1:
-            found = self.least_memory(stage, start, end)
-        return None if found.memory.total > self._cluster.memory_bytes else found
+        stage_cost = self._cost(stage, start, end, self.fastest(start, end))
+        if stage_cost.memory.total > self._cluster.memory_bytes and self._choice.dims.tensor > 1:
+            stage_cost = self.least_memory(stage, start, end)
+        return None if stage_cost.memory.total > self._cluster.memory_bytes else stage_cost
 
     def least_memory(self, stage: int, start: int, end: int) -> StageCost:
         """Returns the cost of a stage with the tensor plan of the fewest bytes, whether it fits or not."""
@@ -436,7 +436,7 @@ class TensorChain:
     def best_from(self, start: int, weigh: Weigh = fastest) -> list[LayerSegment]:
         """Returns the best plan of layers `start` to `end` - 1, for each `end` from `start` + 1 to the last."""
         best: dict[str, LayerSegment] = {}  # by the kind of the last layer
-        found = []
+        segments = []
         for i in range(start, len(self._own)):
             reached = {}
             for kind in self._own[i]:
@@ -447,31 +447,31 @@ class TensorChain:
                         [self._joined(before, last, i, kind) for last, before in best.items()], key=weigh
                     )
             best = reached
-            found.append(min([self._ended(segment, i) for segment in best.values()], key=weigh))
-        return found
+            segments.append(min([self._ended(segment, i) for segment in best.values()], key=weigh))
+        return segments
 
     def cost(self, start: int, kinds: Sequence[str]) -> LayerSegment:
         """Returns the cost of layers from `start` that are cut in the given ways."""
-        found, last = None, REPLICATED
+        segment, last = None, REPLICATED
         for i, kind in enumerate(kinds, start=start):
-            found, last = self._joined(found, last, i, kind), kind
-        assert found is not None
-        return self._ended(found, start + len(kinds) - 1)
+            segment, last = self._joined(segment, last, i, kind), kind
+        assert segment is not None
+        return self._ended(segment, start + len(kinds) - 1)
 
     def _joined(self, before: LayerSegment | None, last: str, i: int, kind: str) -> LayerSegment:
         """Appends layer i to a segment."""
-        own = self._own[i][kind]
+        added = self._own[i][kind]
         forward_s, backward_s = self._between[i][last, kind]
         if before is None:
-            return own._replace(forward_s=own.forward_s + forward_s, backward_s=own.backward_s + backward_s)
+            return added._replace(forward_s=added.forward_s + forward_s, backward_s=added.backward_s + backward_s)
         return LayerSegment(
-            before.kinds + own.kinds,
-            before.forward_s + forward_s + own.forward_s,
-            before.backward_s + backward_s + own.backward_s,
-            before.weight_bytes + own.weight_bytes,
-            before.kept_bytes + own.kept_bytes,
-            before.units + own.units,
-            before.shared_bytes + own.shared_bytes,
+            before.kinds + added.kinds,
+            before.forward_s + forward_s + added.forward_s,
+            before.backward_s + backward_s + added.backward_s,
+            before.weight_bytes + added.weight_bytes,
+            before.kept_bytes + added.kept_bytes,
+            before.units + added.units,
+            before.shared_bytes + added.shared_bytes,
         )
 
     def _ended(self, segment: LayerSegment, last: int) -> LayerSegment:

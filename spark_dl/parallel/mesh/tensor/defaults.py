@@ -47,27 +47,27 @@ def default_plan(model: nn.Module) -> dict[str, str]:
 
     Raises ValueError if there is nothing of this kind.
     """
-    found = _of_pretrained(model) or {**_of_sequentials(model), **_of_transformer_layers(model)}
-    if not found:
+    plan = _of_pretrained(model) or {**_of_sequentials(model), **_of_transformer_layers(model)}
+    if not plan:
         raise ValueError(
             f"spec.tensor_plan: expected a plan for {type(model).__name__}, found None: the model brings no plan, and "
             "has neither two Linear layers with an activation between them in a Sequential, nor a "
             "TransformerEncoderLayer; set a plan such as {'layers.*.fc1': 'colwise', 'layers.*.fc2': 'rowwise'}"
         )
-    return found
+    return plan
 
 
 def _of_pretrained(model: nn.Module) -> dict[str, str]:
-    found: dict[str, str] = {}
+    words: dict[str, str] = {}
     roots: list[str] = []
     for name, module in model.named_modules():
         plan = getattr(module, "_tp_plan", None)
         if not isinstance(plan, Mapping) or any(not root or name.startswith(f"{root}.") for root in roots):
             continue
-        own = dict(_matches(module, plan or _of_type(module)))
-        found |= {f"{name}.{inner}" if name else inner: word for inner, word in own.items()}
-        roots += [name] if own else []
-    return found
+        of_module = dict(_matches(module, plan or _of_type(module)))
+        words |= {f"{name}.{inner}" if name else inner: word for inner, word in of_module.items()}
+        roots += [name] if of_module else []
+    return words
 
 
 def _of_type(module: Any) -> dict[str, str]:
@@ -87,7 +87,7 @@ def _matches(module: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, 
 
 
 def _of_sequentials(model: nn.Module) -> dict[str, str]:
-    found: dict[str, str] = {}
+    plan: dict[str, str] = {}
     for name, module in model.named_modules():
         if type(module) is not nn.Sequential:
             continue
@@ -95,23 +95,23 @@ def _of_sequentials(model: nn.Module) -> dict[str, str]:
         for child_name, child in module.named_children():
             if isinstance(child, nn.Linear) and is_linear(child):
                 if last is not None and last[1] == child.in_features:
-                    found |= {prefix + last[0]: "colwise", prefix + child_name: "rowwise"}
+                    plan |= {prefix + last[0]: "colwise", prefix + child_name: "rowwise"}
                     last = None
                 else:
                     last = child_name, child.out_features
             elif not isinstance(child, ELEMENTWISE):
                 last = None
-    return found
+    return plan
 
 
 def _of_transformer_layers(model: nn.Module) -> dict[str, str]:
-    found: dict[str, str] = {}
+    plan: dict[str, str] = {}
     kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     for name, module in model.named_modules():
         if isinstance(module, kinds):
             prefix = f"{name}." if name else ""
             heads = [n for n, child in module.named_children() if isinstance(child, nn.MultiheadAttention)]
-            found |= {prefix + n: "heads" for n in heads}
+            plan |= {prefix + n: "heads" for n in heads}
             if is_linear(module.linear1) and is_linear(module.linear2):
-                found |= {f"{prefix}linear1": "colwise", f"{prefix}linear2": "rowwise"}
-    return found
+                plan |= {f"{prefix}linear1": "colwise", f"{prefix}linear2": "rowwise"}
+    return plan

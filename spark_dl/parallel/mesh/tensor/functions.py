@@ -137,15 +137,15 @@ class _EqualGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        found = [grad for grad in grads if grad is not None]
+        present = [grad for grad in grads if grad is not None]
         exchanged: list[Tensor] = []
-        if found:
-            flat = torch.cat([grad.reshape(-1) for grad in found])
+        if present:
+            flat = torch.cat([grad.reshape(-1) for grad in present])
             dist.all_reduce(flat, group=ctx.ranks.group)
             if not ctx.sums:
                 flat /= ctx.ranks.size
-            parts = flat.split([grad.numel() for grad in found])
-            exchanged = [part.view(grad.shape) for part, grad in zip(parts, found, strict=True)]
+            parts = flat.split([grad.numel() for grad in present])
+            exchanged = [part.view(grad.shape) for part, grad in zip(parts, present, strict=True)]
         left = iter(exchanged)
         return None, None, *(None if grad is None else next(left) for grad in grads)
 

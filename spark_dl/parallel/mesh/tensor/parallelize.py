@@ -64,30 +64,30 @@ def parallelize_tensors(
             are then computed once.
     """
     ranks = TensorRanks.of(mesh)
-    found = {
+    slices = {
         name: Slice(tuple(p.shape), (Box((0,) * p.ndim, tuple(p.shape)),), True)
         for name, p in model.named_parameters(remove_duplicate=False)
     }
     if ranks.size == 1:
-        return found
+        return slices
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.detach(), group_src=0, group=ranks.group)
     flow = Flow(ranks)
     stacks = find_stacks(model, plan) if sequence else []
-    found |= _cut_parameters(model, plan, ranks)
+    slices |= _cut_parameters(model, plan, ranks)
     styles = {name: style for name, word in plan.items() if (style := _style(name, word, model, flow, stacks))}
     parallelize_module(model, mesh, styles, src_data_rank=None)
     _correct_sizes(model, plan, ranks)
     for name, module in [*model.named_modules()]:
         does_itself = plan.get(name) in ROWS or plan.get(name.rpartition(".")[0]) == "heads"
-        if not does_itself and any(found[full].is_replicated for full in _own_names(name, module)):
+        if not does_itself and any(slices[full].is_replicated for full in _own_names(name, module)):
             _equalize(name, module, plan, flow, stacks, sequence=sequence)
     for stack in stacks:
         _slice_sequences(model, stack, flow)
     _slice_dropouts(model, plan, flow)
     _avoid_fused_layers(model, plan)
     _check_output(model, flow)
-    return found
+    return slices
 
 
 def _own_names(name: str, module: nn.Module) -> list[str]:
@@ -98,14 +98,14 @@ def _own_names(name: str, module: nn.Module) -> list[str]:
 def _cut_parameters(model: nn.Module, plan: Mapping[str, str], ranks: TensorRanks) -> dict[str, Slice]:
     """Replaces the parameters that the plan cuts by this rank's slices, in all modules that share them."""
     names = names_of(model)
-    found: dict[str, Slice] = {}
+    slices: dict[str, Slice] = {}
     for module_name, word in plan.items():
-        for own, cut in cuts(word, model.get_submodule(module_name)).items():
-            name = f"{module_name}.{own}" if module_name else own
+        for parameter_name, cut in cuts(word, model.get_submodule(module_name)).items():
+            name = f"{module_name}.{parameter_name}" if module_name else parameter_name
             parent, _, attribute = name.rpartition(".")
             whole = model.get_submodule(parent)._parameters.get(attribute)
             check_hooks(model, {name}, "parallel.tensor")
-            if whole is None or name in found:  # a bias that is off, or cut with the one that shares it
+            if whole is None or name in slices:  # a bias that is off, or cut with the one that shares it
                 continue
             shape = tuple(whole.shape)
             boxes = cut.boxes(shape, ranks.size, ranks.rank)
@@ -113,8 +113,8 @@ def _cut_parameters(model: nn.Module, plan: Mapping[str, str], ranks: TensorRank
             for sharing in names[id(whole)]:
                 parent, _, attribute = sharing.rpartition(".")
                 model.get_submodule(parent)._parameters[attribute] = mine
-                found[sharing] = Slice(shape, boxes, False)
-    return found
+                slices[sharing] = Slice(shape, boxes, False)
+    return slices
 
 
 def _style(name: str, word: str, model: nn.Module, flow: Flow, stacks: Sequence[Stack]) -> ParallelStyle | None:
@@ -160,16 +160,16 @@ def _equalize(
             )
         if on_slices and stack is not None:
             map_input(lambda x: _expect_slice(x, name, stack.axis, flow), args, kwargs)
-        own = {key: p for key, p in module._parameters.items() if p is not None and p.requires_grad}
-        if not own or not torch.is_grad_enabled():
+        trained = {key: p for key, p in module._parameters.items() if p is not None and p.requires_grad}
+        if not trained or not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        equal = with_equal_gradients([*own.values()], flow.ranks, sums=sums)
+        equal = with_equal_gradients([*trained.values()], flow.ranks, sums=sums)
         parameters: dict[str, Any] = module._parameters
-        parameters.update(zip(own, equal, strict=True))
+        parameters.update(zip(trained, equal, strict=True))
         try:
             return inner(*args, **kwargs)
         finally:
-            parameters.update(own)
+            parameters.update(trained)
 
     def around(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not is_alone:

@@ -47,29 +47,29 @@ def resolve_tensor_plan(
         num_ranks: number of tensor ranks.
         sequence: whether activations between cut layers are slices of the sequence axis.
     """
-    found = _match(model, plan) if plan is not None else default_plan(model)
-    _check_words(found, is_own=plan is not None)
-    found = {name: ALIASES.get(word, word) for name, word in found.items()}
+    resolved = _match(model, plan) if plan is not None else default_plan(model)
+    _check_words(resolved, is_own=plan is not None)
+    resolved = {name: ALIASES.get(word, word) for name, word in resolved.items()}
     modules = dict(model.named_modules())
-    for name, word in found.items():
+    for name, word in resolved.items():
         _check_fit(name, word, modules[name])
-    found = _with_tied(model, found)
-    _check_shared(model, found)
-    _check_sizes(model, found, num_ranks)
-    _check_pairs(model, found)
-    if sequence and not find_stacks(model, found):
+    resolved = _with_tied(model, resolved)
+    _check_shared(model, resolved)
+    _check_sizes(model, resolved, num_ranks)
+    _check_pairs(model, resolved)
+    if sequence and not find_stacks(model, resolved):
         raise ValueError(
             f"{SEQUENCE_KEY}: expected layers in a Sequential or a ModuleList, each with projections by columns and by "
             "rows, or an attention that is cut by heads; found none in the tensor plan; set it to false"
         )
-    return {name: word for name, word in found.items() if word != "replicate"}
+    return {name: word for name, word in resolved.items() if word != "replicate"}
 
 
 def _match(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     if not isinstance(plan, Mapping) or not plan:
         raise ValueError(f"{KEY}: expected words by patterns of modules' names, found {plan!r}")
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    found: dict[str, str] = {}
+    matched: dict[str, str] = {}
     by: dict[str, str] = {}
     for pattern, word in plan.items():
         matches = [name for name in names if _fits(name, pattern)]
@@ -77,13 +77,13 @@ def _match(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
             known = sorted({re.sub(r"(?<=\.)\d+\b", "*", name) for name in names})
             raise ValueError(f"{KEY}: no module of the model has the name {pattern!r}{suggestion(pattern, known)}")
         for name in matches:
-            if found.get(name, word) != word:
+            if matched.get(name, word) != word:
                 raise ValueError(
-                    f"{KEY}: expected one word for {name!r}, found {found[name]!r} by {by[name]!r} and {word!r} by "
+                    f"{KEY}: expected one word for {name!r}, found {matched[name]!r} by {by[name]!r} and {word!r} by "
                     f"{pattern!r}"
                 )
-            found[name], by[name] = word, pattern
-    return found
+            matched[name], by[name] = word, pattern
+    return matched
 
 
 def _fits(name: str, pattern: str) -> bool:
@@ -142,23 +142,23 @@ def _with_tied(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
         weight = module._parameters.get("weight")
         if weight is not None:
             owners.setdefault(id(weight), []).append((name, module))
-    found = dict(plan)
+    with_tied = dict(plan)
     for sharing in owners.values():
         words = {plan.get(name) for name, _ in sharing}
         if len(sharing) == 1 or not words & {"vocab", "colwise_gather_output"}:
             continue
         for name, module in sharing:
             if name not in plan and isinstance(module, nn.Embedding):
-                found[name] = "vocab"
+                with_tied[name] = "vocab"
             elif name not in plan and isinstance(module, nn.Linear):
-                found[name] = "colwise_gather_output"
+                with_tied[name] = "colwise_gather_output"
     for sharing in owners.values():
-        of_each = {name: found.get(name) for name, _ in sharing}
+        of_each = {name: with_tied.get(name) for name, _ in sharing}
         cut = {word for word in of_each.values() if word in COLUMNS or word in ROWS or word == "vocab"}
         is_over_vocabulary = {*of_each.values()} <= {"vocab", "colwise_gather_output"}
         if cut and len({*of_each.values()}) > 1 and not is_over_vocabulary:
             raise _unlike(of_each)
-    return found
+    return with_tied
 
 
 def _check_shared(model: nn.Module, plan: Mapping[str, str]) -> None:

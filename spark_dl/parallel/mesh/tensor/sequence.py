@@ -38,9 +38,9 @@ def find_stacks(model: nn.Module, plan: Mapping[str, str]) -> list[Stack]:
 
     Raises ValueError, with `parallel.sequence`, if a layer may need whole sequences.
     """
-    found: list[Stack] = []
+    stacks: list[Stack] = []
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Sequential | nn.ModuleList) or any(stack.has(name) for stack in found):
+        if not isinstance(module, nn.Sequential | nn.ModuleList) or any(stack.has(name) for stack in stacks):
             continue
         children = [f"{name}.{child}" if name else child for child, _ in module.named_children()]
         whole = [i for i, child in enumerate(children) if _is_whole({w for _, w in _within(child, plan)})]
@@ -49,8 +49,8 @@ def find_stacks(model: nn.Module, plan: Mapping[str, str]) -> list[Stack]:
         layers = children[whole[0] : whole[-1] + 1]
         for layer in layers:
             _check(layer, model.get_submodule(layer), plan)
-        found.append(Stack(tuple(layers), _axis(model, layers), frozenset(_gathering(model, layers, plan))))
-    return found
+        stacks.append(Stack(tuple(layers), _axis(model, layers), frozenset(_gathering(model, layers, plan))))
+    return stacks
 
 
 def _within(layer: str, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:

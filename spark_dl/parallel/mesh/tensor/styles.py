@@ -286,16 +286,16 @@ class Heads(ParallelStyle):
 
     def _each(self, enter: Callable[[Tensor], Tensor], *tensors: Tensor) -> list[Tensor]:
         """Returns what the projections get for query, key and value: the same for those that are the same tensor."""
-        found: dict[int, Tensor] = {}
+        of_heads: dict[int, Tensor] = {}
         for x in tensors:
-            if id(x) not in found:
-                found[id(x)] = enter(x)
-        if self.sequence is not None and len(found) > 1:
+            if id(x) not in of_heads:
+                of_heads[id(x)] = enter(x)
+        if self.sequence is not None and len(of_heads) > 1:
             raise ValueError(
                 "parallel.sequence: expected attention of a sequence to itself, found a key or a value that is another "
                 "tensor than the query; set it to false"
             )
-        return [found[id(x)] for x in tensors]
+        return [of_heads[id(x)] for x in tensors]
 
     def _heads_of(self, module: nn.MultiheadAttention, x: Tensor) -> Tensor:
         """Returns [rows, heads, length, size of a head] of [length, rows, features]."""
@@ -308,17 +308,17 @@ class Heads(ParallelStyle):
         Args:
             mask, padding: True where not to attend, or values to add.
         """
-        found: list[Tensor] = []
+        masks: list[Tensor] = []
         if mask is not None:
             added = _added(mask, q.dtype)
             if mask.ndim == 3:
                 start, stop = self.flow.ranks.bounds(heads)
                 added = added.unflatten(0, (q.shape[0], -1))  # [rows, heads or 1, length, length]
                 added = added[:, start:stop] if added.shape[1] == heads else added
-            found.append(added)
+            masks.append(added)
         if padding is not None:
-            found.append(_added(padding, q.dtype)[:, None, None])
-        return sum(found[1:], found[0]) if found else None
+            masks.append(_added(padding, q.dtype)[:, None, None])
+        return sum(masks[1:], masks[0]) if masks else None
 
     def _weights(self, scores: Tensor, *, average: bool, is_batched: bool) -> Tensor:
         """Returns the scores of all heads, [rows, heads, length, length], or their mean, [rows, length, length]."""

@@ -94,12 +94,12 @@ class Cut:
         """Returns the boxes that a rank has, given the shape of the whole parameter."""
         length = shape[self.axis] // self.parts
         start, stop = bounds(length, num_ranks, rank)
-        found = []
+        pieces = []
         for part in range(self.parts):
             offsets, sizes = [0] * len(shape), list(shape)
             offsets[self.axis], sizes[self.axis] = part * length + start, stop - start
-            found.append(Box(tuple(offsets), tuple(sizes)))
-        return tuple(found)
+            pieces.append(Box(tuple(offsets), tuple(sizes)))
+        return tuple(pieces)
 
 
 def take(whole: Tensor, boxes: tuple[Box, ...]) -> Tensor:
@@ -107,10 +107,10 @@ def take(whole: Tensor, boxes: tuple[Box, ...]) -> Tensor:
 
     The boxes are joined along the first axis if they were cut there, else stacked along a new first axis.
     """
-    found = [whole[tuple(slice(o, o + n) for o, n in zip(b.offsets, b.sizes, strict=True))] for b in boxes]
-    if len(found) == 1:
-        return found[0].clone(memory_format=torch.contiguous_format)
-    return torch.cat(found) if boxes[0].offsets[0] != boxes[1].offsets[0] else torch.stack(found)
+    parts = [whole[tuple(slice(o, o + n) for o, n in zip(b.offsets, b.sizes, strict=True))] for b in boxes]
+    if len(parts) == 1:
+        return parts[0].clone(memory_format=torch.contiguous_format)
+    return torch.cat(parts) if boxes[0].offsets[0] != boxes[1].offsets[0] else torch.stack(parts)
 
 
 def cuts(word: str, module: nn.Module) -> Mapping[str, Cut]:

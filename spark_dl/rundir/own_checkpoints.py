@@ -85,10 +85,10 @@ class Checkpoints:
             rank, training={}, model=plain_state(dict(state), "save: state") if rank == 0 else {},
             of_rank=plain_state(dict(of_rank or {}), "save: of_rank"),
         )  # fmt: skip
-        saved = saving.save(
-            self.run_dir, contents, world_size=num_ranks, generation=self._generation, step=step, config=self._config,
-            columns=(), in_use=self._url,
-        )  # fmt: skip
+        about = saving.About(
+            world_size=num_ranks, generation=self._generation, step=step, config=self._config, columns=()
+        )
+        saved = saving.save(self.run_dir, contents, about, in_use=self._url)
         self._last_step = step
         return saved.url
 

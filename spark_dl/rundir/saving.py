@@ -134,7 +134,7 @@ class Contents:
     files: dict[str, Any]
     """Tensors and plain data, by the name of the file."""
     tensors: Any
-    """What the manifest must know of tensors of which ranks have different parts."""
+    """Manifest entries of sharded tensors; None if all ranks have the same ones."""
 
 
 def contents(
@@ -165,21 +165,60 @@ def contents(
     return Contents(rank, files, about)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class About:
+    """What the manifest of a checkpoint says, beside its files. The same on all ranks."""
+
+    world_size: int
+    generation: int
+    step: int
+    config: Config
+    columns: Sequence[Column]
+    rows: Mapping[str, Any] | None = None
+    """Digest of the training rows (`data/load/resume_check.py`)."""
+    shapes: Mapping[str, Sequence[int]] | None = None
+    """Shapes of the weights, by name."""
+    classes: Mapping[str, str] | None = None
+    """Classes of the optimizer and its scheduler."""
+    code: Mapping[str, str] | None = None
+    """Checksums of the user's functions (`training/initial.py`)."""
+    score: checkpoint.Score | None = None
+    """The value for `keep_best`."""
+    branch: Sequence[Sequence[int]] = ()
+    """`Saved.branch`."""
+
+    def to_manifest(self, files: Mapping[str, Any], tensors: Sequence[Any]) -> dict[str, Any]:
+        """Returns the manifest.
+
+        Args:
+            files: sizes and checksums, by name.
+            tensors: `Contents.tensors` of each rank.
+        """
+        score = self.score
+        is_whole = all(of_rank is None for of_rank in tensors)
+        return {
+            "step": self.step,
+            "generation": self.generation,
+            "world_size": self.world_size,
+            "files": dict(files),
+            "columns": [column.to_plain() for column in self.columns],
+            "config": self.config.to_dict(),
+            "rows": self.rows,
+            "score": None if score is None else score.value,
+            **({} if score is None else {"score_of": {"metric": score.metric, "mode": score.mode, "rows": score.rows}}),
+            "branch": [list(pair) for pair in self.branch],
+            **({"shapes": dict(self.shapes)} if self.shapes and is_whole else {}),
+            **({"optimizer": dict(self.classes)} if self.classes else {}),
+            **({"code": dict(self.code)} if self.code else {}),
+            **checkpoint_files.merge(tensors),
+        }
+
+
 def save(
     run_dir: str,
-    found: Contents,
+    contents: Contents,
+    about: About,
     *,
-    world_size: int,
-    generation: int,
-    step: int,
-    config: Config,
-    columns: Sequence[Column],
-    rows: Mapping[str, Any] | None = None,
-    shapes: Mapping[str, Sequence[int]] | None = None,
-    classes: Mapping[str, str] | None = None,
-    code: Mapping[str, str] | None = None,
-    score: checkpoint.Score | None = None,
-    branch: Sequence[Sequence[int]] = (),
     problem: str = "",
     in_use: str = "",
     key: bytes | None = None,
@@ -188,75 +227,58 @@ def save(
 ) -> Commit:
     """Writes and commits a checkpoint, and deletes those that `checkpoint.keep` and `keep_best` do not keep.
 
-    Collective.
-
-    Raises on every rank: BadStateError if any rank has a problem, RuntimeError if a newer attempt of the run has
-    started, and NotWrittenError if any rank cannot write its files.
+    Collective. The manifest is written only after every rank has written its files.
 
     Args:
-        rows: digest of the training rows (`data/load/resume_check.py`).
-        shapes: of the weights, by name.
-        classes: of the optimizer and its scheduler.
-        code: checksums of the user's functions (`training/initial.py`).
-        score: the value for `keep_best`.
-        branch: `Saved.branch`.
-        in_use: URL of a checkpoint to keep.
         problem: the reason why the state of this rank must not be saved, or empty.
+        in_use: URL of a checkpoint to keep.
         key: signs the manifest; of rank 0.
-        gather: returns the JSON values of all ranks, by rank.
         read_back: whether each rank loads its files again before the commit.
+        gather: returns the JSON values of all ranks, by rank.
+
+    Raises:
+        BadStateError: On every rank, if any rank has a problem.
+        NotWrittenError: On every rank, if any rank cannot write its files.
+        RuntimeError: On every rank, if a newer attempt of the run has started.
     """
-    url = storage.within(checkpoint.folder(run_dir), checkpoint_files.folder_name(step, generation))
+    url = storage.within(checkpoint.folder(run_dir), checkpoint_files.folder_name(about.step, about.generation))
+    rank, config, generation = contents.rank, about.config, about.generation
     written: list[dict[str, Any]] = []
     problem_here, sha256 = _Problem(problem, of_state=bool(problem)), ""
     try:
         if not problem:
-            if found.rank == 0 and read_back:  # those of an earlier attempt that kept more can fill the disk
+            if rank == 0 and read_back:  # those of an earlier attempt that kept more can fill the disk
                 _delete_old(run_dir, config, generation, in_use)
-            if found.rank == 0:  # so that an attempt that ends here is not taken for one whose manifest was lost
-                checkpoint_files.begin(url, found.files)
-            written = [checkpoint_files.write(url, name, content) for name, content in found.files.items()]
+            if rank == 0:  # so that an attempt that ends here is not taken for one whose manifest was lost
+                checkpoint_files.begin(url, contents.files)
+            written = [checkpoint_files.write(url, name, content) for name, content in contents.files.items()]
             for entry in written if read_back else ():
                 checkpoint_files.read_back(url, entry)
     except ValueError as error:
-        problem_here = _Problem(f"rank {found.rank} cannot load what it has written: {error}", of_state=True)
+        problem_here = _Problem(f"rank {rank} cannot load what it has written: {error}", of_state=True)
     except OSError as error:
-        problem_here = _Problem(f"rank {found.rank} cannot write to {url}: {error}", of_storage=True)
-    # The manifest is written only after every rank has written its file.
+        problem_here = _Problem(f"rank {rank} cannot write to {url}: {error}", of_storage=True)
     reports: list[Any] = gather(
-        {"files": written, "problem": dataclasses.asdict(problem_here), "tensors": found.tensors}
+        {"files": written, "problem": dataclasses.asdict(problem_here), "tensors": contents.tensors}
     )
     problems = [_Problem(**r["problem"]) for r in reports]
     # A state that must not be saved is no better in the next checkpoint.
     first = min((p for p in problems if p.text), key=lambda p: p.of_storage, default=_Problem())
-    if found.rank == 0 and not first.text:
-        manifest = {
-            "step": step,
-            "generation": generation,
-            "world_size": world_size,
-            "files": {f["name"]: f for r in reports for f in r["files"]},
-            "columns": [c.to_plain() for c in columns],
-            "config": config.to_dict(),
-            "rows": rows,
-            "score": None if score is None else score.value,
-            **({} if score is None else {"score_of": {"metric": score.metric, "mode": score.mode, "rows": score.rows}}),
-            "branch": [list(pair) for pair in branch],
-            **({"shapes": dict(shapes)} if shapes and found.tensors is None else {}),
-            **({"optimizer": dict(classes)} if classes else {}),
-            **({"code": dict(code)} if code else {}),
-            **checkpoint_files.merge([r["tensors"] for r in reports]),
-        }
+    if rank == 0 and not first.text:
+        files = {file["name"]: file for report in reports for file in report["files"]}
+        manifest = about.to_manifest(files, [report["tensors"] for report in reports])
         first, sha256 = _commit(run_dir, url, manifest, key)
         if not first.text:
             _delete_old(run_dir, config, generation, in_use)
-    if found.rank == 0 and first.text:
+    if rank == 0 and first.text:
         _delete_uncommitted(url)
     plain, sha256 = gather((dataclasses.asdict(first), sha256))[0]
     first = _Problem(**plain)
     if first.of_storage:
-        raise NotWrittenError(step, url, first.text)
+        raise NotWrittenError(about.step, url, first.text)
     if first.text:
-        raise (BadStateError if first.of_state else RuntimeError)(f"checkpoint at step {step} not saved: {first.text}")
+        kind = BadStateError if first.of_state else RuntimeError
+        raise kind(f"checkpoint at step {about.step} not saved: {first.text}")
     return Commit(url, sha256)
 
 

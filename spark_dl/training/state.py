@@ -302,12 +302,14 @@ class RunState:
             of_rank=of_rank, settings=None if parts is None else training["settings"],
         )  # fmt: skip
         rows = {**self._dataset, "step_of_epoch": self.progress.step, VALIDATION: self._validation}
-        write = functools.partial(
-            saving.save, self._run.run_dir,
+        about = saving.About(
             world_size=world.world_size, generation=self._run.generation, step=self.progress.global_step,
             config=config, columns=self._columns, rows=rows,
             code=self._run.code, shapes=_shapes_of(state["model"]["0"]),
             classes=classes_of(self._trainable.optimizer, self._schedule), score=self._score(), branch=self._branch,
+        )  # fmt: skip
+        write = functools.partial(
+            saving.save, self._run.run_dir, about=about,
             problem=self._check.problem(state, world.rank, self.saved_url),
             in_use="" if self._has_saved else self.saved_url or "",
             key=self._key, gather=self._gather, read_back=not self._has_saved,

@@ -328,7 +328,7 @@ def train_and_list_checkpoints(run):
     saved, save = [], saving.save
 
     def note(*args, **settings):
-        saved.append(settings["step"])
+        saved.append(settings["about"].step)
         return save(*args, **settings)
 
     saving.save = note

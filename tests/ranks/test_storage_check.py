@@ -158,8 +158,8 @@ def test_F12_a_full_disk_is_one_error(tmp_path, free_bytes, message):
 @pytest.mark.parametrize("inodes", [1, 2, 3])  # the first two are too few for the folder of the checkpoint
 def test_F12_a_disk_that_is_full_before_the_first_file_is_the_same_error(tmp_path, inodes):
     state = saving.contents(0, model={"w": torch.zeros(1000)}, training={}, of_rank={})
-    options = {"world_size": 1, "generation": 0, "step": 3, "config": Config(), "columns": ()}
-    save = partial(saving.save, str(tmp_path), state, **options, gather=lambda value: [value])
+    about = saving.About(world_size=1, generation=0, step=3, config=Config(), columns=())
+    save = partial(saving.save, str(tmp_path), state, about, gather=lambda value: [value])
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"nr_inodes={inodes}", "none", tmp_path], check=True)
     try:
         match = r"rank 0 cannot write .*No space left on device: it needs about [\d,]+ bytes, and [\d,]+ bytes are"

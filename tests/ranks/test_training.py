@@ -433,8 +433,8 @@ def save_and_load_rank_states(run_dir):
 
     with rendezvous.join(Launch()) as world:
         found = saving.contents(world.rank, model={}, training={}, of_rank=state(world.rank))
-        about = {"world_size": world.world_size, "generation": 1, "step": 1, "config": Config(), "columns": ()}
-        commit = saving.save(run_dir, found, **about)
+        about = saving.About(world_size=world.world_size, generation=1, step=1, config=Config(), columns=())
+        commit = saving.save(run_dir, found, about)
         saved = checkpoint.open_checkpoint(commit.url, sha256=commit.sha256)
         own = saving.load_rank_state(saved, world.rank, world.world_size)
         return own, saving.load_rank_state(saved, 0, world.world_size + 1)

@@ -94,8 +94,8 @@ def first_step(lock=None):
 def test_overwrite_deletes_the_checkpoints_when_the_call_can_start_and_nothing_else(spark, tmp_path):
     run_dir, generation = str(tmp_path / "run"), checkpoint.start_generation(str(tmp_path / "run"))
     state = saving.contents(0, model={"w": torch.zeros(1)}, training={}, of_rank={})
-    options = {"world_size": 1, "generation": generation, "config": spark_dl.Config(), "columns": ()}
-    saving.save(run_dir, state, step=3, **options, gather=lambda value: [value])
+    about = saving.About(world_size=1, generation=generation, step=3, config=spark_dl.Config(), columns=())
+    saving.save(run_dir, state, about, gather=lambda value: [value])
     for name in ("shards/train", "shards/evaluate-00000000"):
         write_dataset(f"{run_dir}/{name}", blobs(8))
     theirs = sorted(pathlib.Path(run_dir, "shards").rglob("*"))

@@ -124,17 +124,15 @@ def clean_batch(
         keep &= ~bad
     filled: dict[str, Mask] = {}
     for column, array in zip(columns, arrays, strict=True):
-        for policy, rows in (
-            (_checked_policy(column, "nulls", nulls := null_rows(array), data.nulls, may_drop), nulls),
-            (
-                _checked_policy(column, "nonfinite", nonfinite := nonfinite_rows(array), data.nonfinite, may_drop),
-                nonfinite,
-            ),
-        ):
-            if rows is not None and policy in ("drop", "fill"):
-                tally = dropped if policy == "drop" else filled
-                tally[column.name] = rows | tally.get(column.name, False)
-                keep &= ~rows if policy == "drop" else True
+        for what, find_rows in (("nulls", null_rows), ("nonfinite", nonfinite_rows)):
+            rows = find_rows(array)
+            policy = _checked_policy(column, what, rows, getattr(data, what), may_drop)
+            if rows is None or policy not in ("drop", "fill"):
+                continue
+            tally = dropped if policy == "drop" else filled
+            tally[column.name] = rows | tally.get(column.name, False)
+            if policy == "drop":
+                keep &= ~rows
     if not keep.all():
         arrays = [a.filter(pa.array(keep)) for a in arrays]
     try:

@@ -7,7 +7,7 @@ each rank did: a table with a line per rank, and the stacks.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spark_dl.config.checks import missing_on_executors
@@ -180,7 +180,8 @@ def root_cause(
         silent: seconds since the last heartbeat, of the silent tasks.
         memories: the memory of the tasks, by their last heartbeats.
     """
-    cause = _first_of_all(failures, known, error, silent, memories or {})
+    evidence = _Evidence(failures, known, error, silent, memories or {})
+    cause = next(cause for rule in _RULES if (cause := rule(evidence)) is not None)
     if isinstance(cause, RankError):
         cause.hosts = _hosts(known)
     return cause
@@ -190,62 +191,128 @@ def _hosts(known: Mapping[int, Mapping[str, Any]]) -> frozenset[str]:
     return frozenset(who["host"] for who in known.values() if who.get("host"))
 
 
-def _first_of_all(
-    failures: list[dict[str, Any]],
-    known: Mapping[int, Mapping[str, Any]],
-    error: BaseException | None,
-    silent: Mapping[int, float],
-    memories: Mapping[int, RankMemory],
-) -> BaseException:
-    raised = [f for f in failures if f["kind"] == "failed"]
-    by_spark = failure_in(str(error)) if error else None
-    if by_spark:
-        raised.append(by_spark)
-    roots = [f for f in raised if not f["is_secondary"]]
-    lost = [f for f in failures if f["kind"] == "lost"]
-    if roots:
-        return _error_of(roots[0])
-    if error and (cancelled := re.search(r"\[?(SPARK_JOB_CANCELLED|OPERATION_CANCELED)[^\n]*", str(error))):
-        return RuntimeError(f"the Spark job of the ranks was cancelled ({cancelled[0].strip()}); resume the run")
-    aborted = bool(lost) and _signal_of(known.get(lost[0]["task"], {}).get("crash", "")) == "SIGABRT"
-    if lost and not (aborted and silent):
-        return _error_of_lost(lost[0]["task"], known, memories, raised)
-    last = {failure["task"]: {**known.get(failure["task"], {}), **failure} for failure in raised}
-    if silent:
-        tasks = sorted(silent, key=lambda task: -silent[task])
-        return _error_about(tasks, (
-            f"sent no heartbeat for {silent[tasks[0]]:.0f} s: the driver cannot reach the host, or the process hangs "
-            f"(stopped, swapped out, or in a call that holds the GIL){behind(tasks, {**known, **last})}"
-        ), known, raised or lost)  # fmt: skip
-    if absent := _absent(raised, known):
-        return _error_about(absent, (
-            "never entered a collective operation: its process is alive, but hangs or is slow; if it needs more time, "
-            f"raise launch.collective_timeout_s{behind(absent, {**known, **last})}"
-        ), known, raised)  # fmt: skip
-    if raised and (text := mismatch({**known, **last})):
-        return _error_of({**raised[0], "error": text, "is_retryable": False})
-    if raised:
-        left = _left_early(raised[0], known)
-        # An error of the code, which leaves a collective operation to some ranks: the next attempt would do so again.
-        return _error_of({**raised[0], "is_retryable": raised[0].get("is_retryable", True) and not left}, left)
-    text = str(error)
-    if missing := missing_on_executors(text):
-        return RuntimeError(f"{missing}. Spark's error: {_last_lines(text)}")
-    if re.search(r"Python worker (exited|terminated|failed)", text):
-        match = re.search(r"Lost task (\d+)\.\d+ in stage \S+ \(TID \d+\) \((\S+) executor", text)
-        task, host = match.groups() if match else ("?", "an unknown host")
-        who = known.get(int(task), {}) if match else {}
-        rank = who.get("rank")
-        return RankError(
-            f"{f'task {task}' if rank is None else name_of(rank, int(task))} on {host} was killed: its Python process "
-            "ended without an error. A SIGKILL often comes from the host running out of memory, a crash from the limit "
-            "spark.executor.pyspark.memory, if it is set. Spark's error: "
-            f"{_last_lines(text)}",
-            **{**_who(who), "host": host, "pid": None},
-        )  # fmt: skip
+class _Evidence:
+    """What the driver knows of a failed attempt: the arguments of `root_cause`, and what follows from them."""
+
+    def __init__(
+        self,
+        failures: Sequence[Mapping[str, Any]],
+        known: Mapping[int, Mapping[str, Any]],
+        error: BaseException | None,
+        silent: Mapping[int, float],
+        memories: Mapping[int, RankMemory],
+    ):
+        self.known, self.error, self.silent, self.memories = known, error, silent, memories
+        by_spark = failure_in(str(error)) if error else None
+        raised = [dict(failure) for failure in failures if failure["kind"] == "failed"]
+        self.raised: list[dict[str, Any]] = [*raised, *([by_spark] if by_spark else [])]
+        """Errors of the ranks, in the order of arrival."""
+        self.lost = [dict(failure) for failure in failures if failure["kind"] == "lost"]
+        """Ranks whose processes have ended without a word."""
+        last = {failure["task"]: {**known.get(failure["task"], {}), **failure} for failure in self.raised}
+        self.reports: dict[int, Mapping[str, Any]] = {**known, **last}
+        """The last report of each task."""
+
+
+def _an_error_of_its_own(evidence: _Evidence) -> BaseException | None:
+    """A rank raised an error that no other rank has caused."""
+    return next((_error_of(failure) for failure in evidence.raised if not failure["is_secondary"]), None)
+
+
+def _cancelled(evidence: _Evidence) -> BaseException | None:
+    """Somebody cancelled the job."""
+    cancelled = re.search(r"\[?(SPARK_JOB_CANCELLED|OPERATION_CANCELED)[^\n]*", str(evidence.error or ""))
+    return cancelled and RuntimeError(  # type: ignore[return-value]
+        f"the Spark job of the ranks was cancelled ({cancelled[0].strip()}); resume the run"
+    )
+
+
+def _killed(evidence: _Evidence) -> BaseException | None:
+    """A process was killed, but for one that aborts itself as it waits for a silent rank."""
+    if not evidence.lost:
+        return None
+    task = evidence.lost[0]["task"]
+    is_aborted = _signal_of(evidence.known.get(task, {}).get("crash", "")) == "SIGABRT"
+    if is_aborted and evidence.silent:
+        return None
+    return _error_of_lost(task, evidence.known, evidence.memories, evidence.raised)
+
+
+def _silent(evidence: _Evidence) -> BaseException | None:
+    """A host is cut off, or a process stands still."""
+    tasks = sorted(evidence.silent, key=lambda task: -evidence.silent[task])
+    if not tasks:
+        return None
+    return _error_about(tasks, (
+        f"sent no heartbeat for {evidence.silent[tasks[0]]:.0f} s: the driver cannot reach the host, or the process "
+        f"hangs (stopped, swapped out, or in a call that holds the GIL){behind(tasks, evidence.reports)}"
+    ), evidence.known, evidence.raised or evidence.lost)  # fmt: skip
+
+
+def _late(evidence: _Evidence) -> BaseException | None:
+    """A rank has not entered the collective operation in which the others time out."""
+    absent = _absent(evidence.raised, evidence.known)
+    if not absent:
+        return None
+    return _error_about(absent, (
+        "never entered a collective operation: its process is alive, but hangs or is slow; if it needs more time, "
+        f"raise launch.collective_timeout_s{behind(absent, evidence.reports)}"
+    ), evidence.known, evidence.raised)  # fmt: skip
+
+
+def _different_operations(evidence: _Evidence) -> BaseException | None:
+    """The ranks called different collective operations."""
+    text = mismatch(evidence.reports) if evidence.raised else ""
+    return _error_of({**evidence.raised[0], "error": text, "is_retryable": False}) if text else None
+
+
+def _caused_by_another(evidence: _Evidence) -> BaseException | None:
+    """A rank lost another one, whose own failure is not known."""
+    if not evidence.raised:
+        return None
+    first = evidence.raised[0]
+    left = _left_early(first, evidence.known)
+    # An error of the code, which leaves a collective operation to some ranks: the next attempt would do so again.
+    return _error_of({**first, "is_retryable": first.get("is_retryable", True) and not left}, left)
+
+
+def _missing_package(evidence: _Evidence) -> BaseException | None:
+    """Executors lack spark_dl or torch."""
+    missing = missing_on_executors(str(evidence.error))
+    return RuntimeError(f"{missing}. Spark's error: {_last_lines(str(evidence.error))}") if missing else None
+
+
+def _worker_exited(evidence: _Evidence) -> BaseException | None:
+    """Spark says that a Python process has ended, as over Spark Connect, where nothing else tells."""
+    text = str(evidence.error)
+    if not re.search(r"Python worker (exited|terminated|failed)", text):
+        return None
+    match = re.search(r"Lost task (\d+)\.\d+ in stage \S+ \(TID \d+\) \((\S+) executor", text)
+    task, host = match.groups() if match else ("?", "an unknown host")
+    who = evidence.known.get(int(task), {}) if match else {}
+    rank = who.get("rank")
+    return RankError(
+        f"{f'task {task}' if rank is None else name_of(rank, int(task))} on {host} was killed: its Python process "
+        "ended without an error. A SIGKILL often comes from the host running out of memory, a crash from the limit "
+        "spark.executor.pyspark.memory, if it is set. Spark's error: "
+        f"{_last_lines(text)}",
+        **{**_who(who), "host": host, "pid": None},
+    )  # fmt: skip
+
+
+def _job_failed(evidence: _Evidence) -> BaseException:
+    """Anything else that Spark says."""
+    error = evidence.error
     if isinstance(error, Exception):
-        return RuntimeError(f"the job failed: {_last_lines(text)}").with_traceback(error.__traceback__)
+        return RuntimeError(f"the job failed: {_last_lines(str(error))}").with_traceback(error.__traceback__)
     return error or RuntimeError("the job failed")
+
+
+_RULES: tuple[Callable[[_Evidence], BaseException | None], ...] = (
+    _an_error_of_its_own, _cancelled, _killed, _silent, _late, _different_operations, _caused_by_another,
+    _missing_package, _worker_exited, _job_failed,
+)  # fmt: skip
+"""The first rule that gives an error decides."""
 
 
 def _error_of_lost(

@@ -30,10 +30,8 @@ def save(run_dir, step, generation, rank=0, world_size=1, gather=gather_json):
     found = saving.contents(
         rank, model={"w": torch.full((300,), float(step))}, training={"step": step}, of_rank={"step": step}
     )
-    saving.save(
-        run_dir, found, world_size=world_size, generation=generation, step=step, config=CONFIG, columns=(),
-        gather=gather,
-    )  # fmt: skip
+    about = saving.About(world_size=world_size, generation=generation, step=step, config=CONFIG, columns=())
+    saving.save(run_dir, found, about, gather=gather)
 
 
 def loaded(run_dir):

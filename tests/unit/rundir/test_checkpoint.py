@@ -36,22 +36,16 @@ def group(monkeypatch):
         yield
 
 
-ABOUT = ("problem", "rows", "score", "key", "branch", "read_back", "in_use")
+ABOUT, OPTIONS = ("rows", "score", "branch"), ("problem", "key", "read_back", "in_use")
 
 
 def save(run_dir, step=1, generation=0, config=None, **parts):
-    about = {name: parts.pop(name) for name in ABOUT if name in parts}
+    about, options = ({name: parts.pop(name) for name in names if name in parts} for names in (ABOUT, OPTIONS))
     content = {"model": {"w": torch.arange(3.0)}, "training": {"progress": {"epoch": 1}}, **parts}
-    return saving.save(
-        str(run_dir),
-        saving.contents(0, **content),
-        world_size=1,
-        generation=generation,
-        step=step,
-        config=config or Config(),
-        columns=COLUMNS,
-        **about,
-    ).url
+    about = saving.About(
+        world_size=1, generation=generation, step=step, config=config or Config(), columns=COLUMNS, **about
+    )
+    return saving.save(str(run_dir), saving.contents(0, **content), about, **options).url
 
 
 def handmade(run_dir, step, generation=1, files=None, **manifest):

@@ -18,10 +18,8 @@ def run_dir(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     run_dir, model = str(tmp_path / "run"), {"0": build_mlp().state_dict()}
     with join(Launch(device="cpu")):
-        saving.save(
-            run_dir, saving.contents(0, model=model, training={}), world_size=1, generation=0, step=1, config=Config(),
-            columns=(),
-        )  # fmt: skip
+        about = saving.About(world_size=1, generation=0, step=1, config=Config(), columns=())
+        saving.save(run_dir, saving.contents(0, model=model, training={}), about)
     return run_dir
 
 

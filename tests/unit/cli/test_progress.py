@@ -19,7 +19,7 @@ PROGRAM = """
 import time
 from spark_dl.cli import progress
 progress.LINE_S, progress._REFRESH_S = 0.0, 0.05
-with progress.Progress("train") as shown:
+with progress.ProgressDisplay("train") as shown:
     shown.stage("writing the train rows")
     shown.stage("starting 2 rank(s)")
     for i in (1, 2):
@@ -50,7 +50,7 @@ def test_a_file_gets_lines_with_the_stage_and_then_the_place_and_the_values():
 @pytest.mark.slow
 def test_trials_are_counted_with_their_best_value():
     program = (
-        "from spark_dl.cli.progress import Progress\nwith Progress('tune') as shown:\n"
+        "from spark_dl.cli.progress import ProgressDisplay\nwith ProgressDisplay('tune') as shown:\n"
         "    for done, best in ((1, None), (2, 0.25)):\n"
         "        shown.show({'kind': 'trial', 'done': done, 'trials': 8, 'best': best})"
     )
@@ -58,7 +58,9 @@ def test_trials_are_counted_with_their_best_value():
 
 
 def test_a_failure_is_said_in_the_last_line():
-    program = "from spark_dl.cli.progress import Progress\nwith Progress('train'): raise ValueError('no rows')"
+    program = (
+        "from spark_dl.cli.progress import ProgressDisplay\nwith ProgressDisplay('train'): raise ValueError('no rows')"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=60
     )
@@ -68,7 +70,7 @@ def test_a_failure_is_said_in_the_last_line():
 @pytest.mark.slow
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_terminal_gets_a_bar_that_can_be_switched_off(enabled):
-    program = PROGRAM.replace('Progress("train")', f'Progress("train", enabled={enabled})')
+    program = PROGRAM.replace('ProgressDisplay("train")', f'ProgressDisplay("train", enabled={enabled})')
     text = in_terminal(program)
     assert bool(re.search(r"train: .*starting 2 rank", text)) == enabled
     assert bool(re.search(r"train: 100%\|█+\| 10/10 .*loss=0.25, rows/s=1,234, val loss=0.25", text)) == enabled

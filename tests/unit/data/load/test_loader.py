@@ -668,11 +668,11 @@ def test_an_error_of_reading_leaves_no_memory_behind(tmp_path):
 LEFT_OPEN = """
 import sys
 from spark_dl import read_shards
-from spark_dl.data.load.loader import Loader
+from spark_dl.data.load.loader import ShardLoader
 from tests.builders.settings import make_config
 
 config = make_config(features=("x",), label="id", num_streams=2, memory_mib=8, global_batch_size=4)
-batches = Loader(read_shards(sys.argv[1]), config, rank=0, world_size=1).epoch(0)
+batches = ShardLoader(read_shards(sys.argv[1]), config, rank=0, world_size=1).epoch(0)
 next(batches)
 """
 

@@ -22,16 +22,16 @@ import psutil
 from spark_dl import read_shards
 from spark_dl.data.external.files import filter_rows
 from spark_dl.data.external.dataset import open_parquet
-from spark_dl.data.load.loader import Loader
+from spark_dl.data.load.loader import ShardLoader
 from tests.builders.settings import make_config
 
 def opened(url):
     return read_shards(url) if url.endswith("shards") else open_parquet(url, ["x", "id"], data=config.data)
 
 config = make_config(features=("x",), label="id", global_batch_size=64, **eval(sys.argv[4]))
-for _ in Loader(opened(sys.argv[1]), config, rank=0, world_size=1).epoch(0):  # a few rows: the code is in memory, too
+for _ in ShardLoader(opened(sys.argv[1]), config, rank=0, world_size=1).epoch(0):  # a few rows: loads the code
     pass
-loader = Loader(filter_rows(opened(sys.argv[2]), config), config, rank=0, world_size=1)
+loader = ShardLoader(filter_rows(opened(sys.argv[2]), config), config, rank=0, world_size=1)
 before = psutil.Process().memory_info().rss
 epochs = int(sys.argv[3])
 for epoch in range(epochs):

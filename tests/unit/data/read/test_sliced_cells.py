@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from spark_dl import Data
-from spark_dl.data.columns import elements as lookup_module
+from spark_dl.data.columns import types as lookup_module
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.columns.types import Lookup

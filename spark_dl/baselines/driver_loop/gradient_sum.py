@@ -33,7 +33,7 @@ _ARRAYS = {
     for name in ("multiarray._reconstruct", "multiarray.scalar", "numeric._frombuffer")
 }
 _NAMES = frozenset({
-    "spark_dl.baselines.driver_loop.gradient_sum.GradientSum", "spark_dl.training.finite.Finding",
+    "spark_dl.baselines.driver_loop.gradient_sum.GradientSum", "spark_dl.training.finite.NonFinite",
     "numpy.ndarray", "numpy.dtype", *_ARRAYS,
 })  # fmt: skip
 

@@ -5,7 +5,7 @@ MINUTES ?= 10
 # Hundreds of processes of the tests import the package: they do not compile it each time, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-slow test-long fuzz test-gpu test-oldest check lint type docs bench clean setup setup-all setup-petastorm setup-peers setup-oldest setup-horovod
+.PHONY: mutants train test test-slow test-long fuzz test-gpu test-oldest check lint type docs bench clean setup setup-all setup-petastorm setup-peers setup-oldest setup-horovod
 
 setup:
 	@./conf/setup_env.sh
@@ -62,6 +62,9 @@ test-oldest: setup-oldest ## unit tests and tests of local Spark on the oldest v
 check: setup ## lint, types, and the unit tests of what changed since HEAD (or since BASE=main), in a minute
 	@$(MAKE) --no-print-directory lint type
 	@$(PY) conf/changed_tests.py $(BASE) | xargs --no-run-if-empty $(PY) -m pytest -q --numprocesses=2
+
+mutants: setup-all ## changes one place at a time, and lists what no test notices: `make mutants ROOM=data/columns N=30 SEED=1 SUITE=tests/unit`
+	@$(PY) -m tests.mutants '$(ROOM)' --count $(or $(N),30) --seed $(or $(SEED),0) --suite $(SUITE)
 
 docs: setup ## the documentation, in docs/_build; warnings are errors
 	@$(PY) docs/write_configuration.py && $(PY) docs/write_contracts.py

@@ -46,7 +46,7 @@ class ByEpoch(Classifier):
 
 
 class ByStep(Classifier):
-    """With Adam and a warm-up that becomes a decay, every second step."""
+    """With Adam and a warm-up that becomes a decay, every third step."""
 
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters(), lr=0.02)
@@ -55,7 +55,7 @@ class ByStep(Classifier):
             torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6),
         ]
         scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, milestones=[2])
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 2}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 3}}
 
 
 class OnPlateau(Classifier):

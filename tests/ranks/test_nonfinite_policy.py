@@ -43,7 +43,7 @@ STRATEGIES = {
 }
 INEXACT = {
     "ddp bf16": {"compression": "bf16"},
-    "local_sgd": {"strategy": "local_sgd", "sync_every_steps": 3},
+    "local_sgd": {"strategy": "local_sgd", "sync_every_steps": 5},
     "post-local sgd": {"strategy": "local_sgd", "sync_every_steps": 2, "sync_start_step": 2},
 }
 

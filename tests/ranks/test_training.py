@@ -339,11 +339,21 @@ def test_validation_rows_are_not_trained_on(tmp_path):
     assert result["rows"] == 300
 
 
-def test_checkpoints_by_steps_and_by_epochs_keep_the_newest(tmp_path):
-    config = small_config(2, train={"epochs": 3}, checkpoint=Checkpoint(every_steps=4, every_epochs=2, keep=3))
+def test_checkpoints_by_steps_and_by_epochs(tmp_path):
+    config = small_config(2, train={"epochs": 3}, checkpoint=Checkpoint(every_steps=4, every_epochs=2, keep=9))
     run = make_run(tmp_path, config, spec=MLP)
     run_ranks(train_rank, 2, run)  # 6 steps an epoch: steps 4, 8, 12 (also an epoch's end), 16, 18 (the end)
-    assert [s.step for s in checkpoint.list_checkpoints(run.run_dir)] == [12, 16, 18]
+    assert [s.step for s in checkpoint.list_checkpoints(run.run_dir)] == [4, 8, 12, 16, 18]
+
+
+def test_rows_per_second_are_those_of_the_attempt(tmp_path):
+    config = small_config(1, train={"epochs": 3})
+    run = make_run(tmp_path, cut_at(config, 12), spec=MLP, rows=240)
+    train(run)
+    saved = checkpoint.latest(run.run_dir)
+    results = run_ranks(train_rank, 1, dataclasses.replace(run, config=config, checkpoint=saved.url, generation=1))
+    assert (saved.step, results[0]["steps"], results[0]["rows"]) == (12, 15, 720)
+    assert results[0]["rows_per_s"] * results[0]["seconds"] == pytest.approx(720 - 12 * 48)
 
 
 def _nan_loss(output, label):

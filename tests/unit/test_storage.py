@@ -225,3 +225,32 @@ def test_a_tilde_at_the_beginning_is_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert storage.absolute("~/runs/1") == str(tmp_path / "runs" / "1")
     assert storage.absolute("runs/~/1") == str(tmp_path / "runs" / "~" / "1")
+
+
+def test_options_do_not_change_what_a_url_names():
+    """A folder that other options reach is the same one, which `overwrite` must not delete."""
+    plain = storage.identity("s3://bucket/run/data")
+    assert plain == storage.identity("s3a://bucket/run/data/?region=eu-west-1&scheme=http")
+    assert storage.identity("s3://bucket/run/data?region=a") == storage.identity("s3://bucket/run/data?region=b")
+    assert len({plain, storage.identity("s3://bucket/run/date"), storage.identity("s3://other/run/data")}) == 3
+
+
+@pytest.mark.parametrize(("url", "root"), [
+    ("hdfs://host:8020/a/b?user=me", "hdfs://host:8020/?user=me"), ("viewfs://cluster/a", "viewfs://cluster/"),
+    ("hdfs:///a", "hdfs:///"), ("s3://bucket/a?region=x", "s3://bucket?region=x"),
+])  # fmt: skip
+def test_a_file_system_is_opened_at_its_root(monkeypatch, url, root):
+    """pyarrow refuses a URL of HDFS without a path, and takes the path of other stores for a folder to begin in."""
+    opened = []
+
+    class Opens:
+        @staticmethod
+        def from_uri(of_root):
+            opened.append(of_root)
+            return object(), "/"
+
+    monkeypatch.setattr(storage.fs, "FileSystem", Opens)
+    storage._filesystem.cache_clear()
+    storage.resolve(url)
+    storage._filesystem.cache_clear()
+    assert opened == [root]

@@ -1,0 +1,159 @@
+"""What a scorer holds: the weights that a task loads, their checkpoint, and the rows that the model gets at once."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from spark_dl import Config, Data, Launch, Loader, ModelSpec
+from spark_dl.data.columns.ragged import from_lengths
+from spark_dl.data.columns.schema import Column
+from spark_dl.launch.rank.rendezvous import join
+from spark_dl.rundir import saving
+from spark_dl.scoring.saved_model import write_saved_model
+from spark_dl.scoring.scorer import MOST_ROWS_AT_ONCE, Scorer, find_scorer, scorer_of
+from tests.builders.models import build_mlp, same_bits
+
+COLUMN = Column("features", "float32", (4,), "list")
+CONFIG = Config(data=Data(features=("features",), label="label", cast={"label": "int64"}))
+SPEC = ModelSpec(build=build_mlp)
+
+
+@pytest.fixture
+def save(monkeypatch, tmp_path):
+    """Saves a checkpoint whose weights have one value."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+    def save(step, value, run_dir=tmp_path / "run"):
+        weights = {name: torch.full_like(tensor, value) for name, tensor in build_mlp().state_dict().items()}
+        about = saving.About(world_size=1, generation=0, step=step, config=CONFIG, columns=(COLUMN,))
+        contents = saving.contents(0, model={"0": weights}, training={"step": step})
+        return Path(saving.save(str(run_dir), contents, about).url)
+
+    with join(Launch(device="cpu")):
+        yield save
+
+
+def value_of(model):
+    return next(model.parameters()).flatten()[0].item()
+
+
+def test_a_task_loads_the_weights_that_the_driver_has_read_or_none(save, tmp_path):
+    url = save(1, 1.0)
+    scorer = scorer_of(SPEC, tmp_path / "run")
+    assert value_of(scorer.load()) == 1
+    other = save(1, 2.0, run_dir=tmp_path / "other")
+    shutil.rmtree(url)
+    shutil.copytree(other, url)  # as whole as the first one
+    assert value_of(scorer_of(SPEC, tmp_path / "run").load()) == 2
+    with pytest.raises(RuntimeError, match="has changed since"):
+        scorer.load()
+
+
+def test_a_task_loads_the_saved_model_that_the_driver_has_read_or_none(tmp_path):
+    write_saved_model(tmp_path / "m", build_mlp(), SPEC, CONFIG, (COLUMN,))
+    scorer = find_scorer(tmp_path / "m")
+    assert same_bits(scorer.load().state_dict(), find_scorer(str(tmp_path / "m")).load().state_dict())
+    shutil.rmtree(tmp_path / "m")
+    other = build_mlp()
+    torch.nn.init.ones_(next(other.parameters()))
+    write_saved_model(tmp_path / "m", other, SPEC, CONFIG, (COLUMN,))
+    with pytest.raises(ValueError, match="was replaced after it was read"):
+        scorer.load()
+
+
+def test_the_weights_alone_must_be_whole_for_a_prediction(save, tmp_path):
+    save(1, 1.0)
+    newest = save(2, 2.0)
+    training = (newest / "training.pt").read_bytes()
+    (newest / "training.pt").write_bytes(training[:-1] + bytes([training[-1] ^ 1]))
+    scorer = scorer_of(SPEC, tmp_path / "run")
+    assert Path(scorer.url) == newest
+    assert value_of(scorer.load()) == 2
+
+
+def test_a_model_that_has_settings_of_its_own_takes_no_others(save, tmp_path):
+    write_saved_model(tmp_path / "m", build_mlp(), SPEC, CONFIG, (COLUMN,))
+    known = find_scorer(tmp_path / "m")
+    for model in (tmp_path / "m", dataclasses.make_dataclass("Model", ["scorer"])(known)):
+        for options in ({"config": CONFIG}, {"checkpoint_url": save(1, 1.0)}):
+            with pytest.raises(ValueError, match="checkpoint_url, config: expected only with a ModelSpec"):
+                find_scorer(model, **options)
+    assert find_scorer(dataclasses.make_dataclass("Model", ["scorer"])(known)) is known
+
+
+@pytest.mark.parametrize("model", [None, 3, object(), dataclasses.make_dataclass("Model", ["scorer"])(3)])
+def test_other_models_are_refused(model):
+    with pytest.raises(ValueError, match="model: expected a ModelSpec, a model of spark_dl.ml, or the URL"):
+        find_scorer(model)
+
+
+def a_row_less(output):
+    return output[:-1]
+
+
+def two_of_three(output):
+    return {"whole": output, "short": output[:1]}
+
+
+@pytest.mark.parametrize("predict", [a_row_less, two_of_three])
+def test_each_row_must_have_a_prediction(predict):
+    spec = ModelSpec(build=build_mlp, predict=predict)
+    scorer = Scorer(spec=spec, config=CONFIG, columns=(COLUMN,), url="", sha256="")
+    with pytest.raises(ValueError, match=r"spec.predict.*one entry per row"):
+        scorer.outputs(scorer.load(), [np.zeros((3, 4), np.float32)], "cpu")
+
+
+def test_a_model_that_was_not_trained_here_has_the_same_weights_in_each_task():
+    scorer = Scorer(spec=SPEC, config=CONFIG, columns=(COLUMN,), url="", sha256="")
+    torch.manual_seed(1)
+    first, drawn = scorer.load(), torch.rand(3)
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(3), drawn)  # the numbers of the process are left alone
+    torch.manual_seed(2)
+    assert same_bits(first.state_dict(), scorer.load().state_dict())
+    assert not first.training
+
+
+@pytest.mark.parametrize(("columns", "cells", "rows"), [
+    ((COLUMN,), [(3000, 4)], 1024),
+    ((COLUMN,), [(7, 4)], 7),
+    ((Column("image", "float32", (1024, 1024), "list"),), [(9, 1024, 1024)], 8),
+    ((Column("image", "float32", (4096, 4096), "list"),), [(2, 4096, 4096)], 1),
+    ((COLUMN, Column("image", "uint8", (1024, 1024), "list")), [(40, 4), (40, 1024, 1024)], 32),
+])  # fmt: skip
+def test_the_model_gets_no_more_than_32_mib_of_rows_at_once(columns, cells, rows):
+    config = dataclasses.replace(CONFIG, data=Data(features=tuple(c.name for c in columns)))
+    scorer = Scorer(spec=SPEC, config=config, columns=columns, url="", sha256="")
+    some = [np.broadcast_to(np.float32(0), shape)[:MOST_ROWS_AT_ONCE] for shape in cells]
+    assert scorer._rows_at_once(some) == rows
+    few = dataclasses.replace(scorer, config=dataclasses.replace(config, loader=Loader(rows_at_once=5)))
+    assert few._rows_at_once(some) == 5
+
+
+@pytest.mark.parametrize(("lengths", "inner", "rows"), [
+    ([1] * 1024, (), 1024), ([64] * 1024, (), 512), ([1] * 1023 + [1 << 10], (), 32), ([64] * 1024, (4,), 128),
+    ([0], (), 1),
+])  # fmt: skip
+def test_a_value_of_a_ragged_column_counts_as_a_vector_of_the_model(lengths, inner, rows):
+    column = Column("words", "int64", (None, *inner), "list")
+    scorer = Scorer(spec=SPEC, config=CONFIG, columns=(column,), url="", sha256="")
+    cells = from_lengths(np.zeros((sum(lengths), *inner), np.int64), np.array(lengths))
+    assert scorer._rows_at_once([cells]) == rows
+
+
+def test_all_rows_are_predicted_in_their_order_whatever_the_model_gets_at_once():
+    scorer = Scorer(spec=SPEC, config=CONFIG, columns=(COLUMN,), url="", sha256="")
+    rows = np.random.default_rng(0).normal(size=(MOST_ROWS_AT_ONCE * 2 + 3, 4)).astype(np.float32)
+    model, sizes = scorer.load(), []
+    model.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
+    whole = scorer.outputs(model, [rows], "cpu")
+    assert sizes == [1024, 1024, 3]
+    one = dataclasses.replace(scorer, config=dataclasses.replace(CONFIG, loader=Loader(rows_at_once=1)))
+    for name, values in one.outputs(model, [rows[1000:1040]], "cpu").items():
+        torch.testing.assert_close(values, whole[name][1000:1040])
+    assert {name: len(values) for name, values in scorer.outputs(model, [rows[:0]], "cpu").items()} == {"prediction": 0}

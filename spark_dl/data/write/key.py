@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -96,9 +96,27 @@ def store_key(
     name and one schema have the same rows; by default the plan decides. Raises NoKeyError for a plan that is not
     deterministic, or whose rows depend on something that is not visible.
     """
+    rows = {"name": name} if name is not None else _plan(df)
+    return key_of(rows, df.schema.jsonValue(), data, layout, columns, reference_columns)
+
+
+def key_of(
+    rows: Mapping[str, Any],
+    schema: Mapping[str, Any],
+    data: Data,
+    layout: Shards,
+    columns: Sequence[str] = (),
+    reference_columns: Sequence[Column] = (),
+) -> str:
+    """The key of shards, from what decides their rows and what decides how rows are written. A pure function.
+
+    Args:
+        rows: a name that the user has given, or the plan with the versions of its files.
+        schema: of the DataFrame, as JSON.
+    """
     content = {
-        **({"name": name} if name is not None else _plan(df)),
-        "schema": df.schema.jsonValue(),
+        **rows,
+        "schema": schema,
         "data": {k: v for k, v in dataclasses.asdict(data).items() if k not in _OF_BATCHES},
         "layout": [layout.rows_per_row_group, layout.rows_per_shard],
         "columns": list(columns or data.columns),
@@ -120,38 +138,50 @@ def _plan(df: DataFrame) -> dict[str, Any]:
         nodes = json.loads(plan.toJSON())
     except Exception as error:  # raised by py4j for an operator that Spark cannot write as JSON
         raise NoKeyError(f"Spark cannot write its plan as JSON: {error}") from error
-    _check_nodes(nodes)
+    check_nodes(nodes)
     if not plan.deterministic():
         raise NoKeyError("its plan is not deterministic (rand, uuid, shuffle ...)")
     if "InMemoryRelation" in execution.withCachedData().toString():
         raise NoKeyError("it is cached in Spark's memory, which may be older than its files")
     relations = _relations(df.sparkSession.sparkContext._jvm, plan)
     return {
-        "plan": _normalised(nodes),
+        "plan": normalised(nodes),
         # The printed plan has details that the JSON omits, such as the mode of a cast. Column ids differ by session.
         "text": re.sub(r"#\d+L?", "#", _text(df, plan)),
         "relations": relations,
-        "files": _versions(df.inputFiles()) if relations else [],
+        "files": versions_of(df.inputFiles()) if relations else [],
         "conf": {**_settings(df), **{name: df.sparkSession.conf.get(name) for name in _CONF}},  # these, set or not
     }
 
 
 def _settings(df: Any) -> dict[str, str]:
-    """Returns a session's settings of Spark SQL that are not its defaults, nor known to be harmless."""
     entries = df._jdf.sparkSession().sessionState().conf().getAllConfs().iterator()
-    usual, changed = df.sparkSession.sparkContext._jvm.org.apache.spark.sql.internal.SQLConf(), {}
+    usual, settings = df.sparkSession.sparkContext._jvm.org.apache.spark.sql.internal.SQLConf(), {}
     while entries.hasNext():
         entry = entries.next()
-        name, value = entry._1(), entry._2()
-        if name.startswith("spark.sql.") and not name.removeprefix("spark.sql.").startswith(_HARMLESS):
-            with contextlib.suppress(Exception):  # py4j: a setting that Spark does not know has no default
-                if usual.getConfString(name) == value:
-                    continue
-            changed[name] = value
-    return changed
+        settings[entry._1()] = entry._2()
+
+    def default_of(name: str) -> str | None:
+        with contextlib.suppress(Exception):  # py4j: a setting that Spark does not know has no default
+            return str(usual.getConfString(name))
+        return None
+
+    return decisive_settings(settings, default_of)
 
 
-def _check_nodes(nodes: Any) -> None:
+def decisive_settings(settings: Mapping[str, str], default_of: Callable[[str], str | None]) -> dict[str, str]:
+    """Returns the settings of Spark SQL that are not their defaults, nor known to change no row. A pure function."""
+    return {
+        name: value
+        for name, value in settings.items()
+        if name.startswith("spark.sql.")
+        and not name.removeprefix("spark.sql.").startswith(_HARMLESS)
+        and default_of(name) != value
+    }
+
+
+def check_nodes(nodes: Any) -> None:
+    """Raises NoKeyError for a plan, as Spark's JSON, whose rows depend on more than it shows. A pure function."""
     for node in _plan_nodes(nodes):
         name = node["class"]
         short = name.rpartition(".")[2].rstrip("$")
@@ -182,7 +212,7 @@ def _plan_nodes(nodes: Any) -> Iterator[dict[str, Any]]:
             yield from _plan_nodes(node)
 
 
-def _normalised(nodes: Any) -> Any:
+def normalised(nodes: Any) -> Any:
     """A plan as JSON with its column ids, which Spark counts per session, numbered by first occurrence."""
     seen: dict[Any, int] = {}
 
@@ -272,7 +302,7 @@ def reason_without_key(file_format: str, index: str) -> str | None:
     return None
 
 
-def _versions(urls: list[str]) -> list[list[Any]]:
+def versions_of(urls: list[str]) -> list[list[Any]]:
     """Path, bytes and modification time of the source files, sorted by path."""
 
     def version(url: str) -> list[Any]:

@@ -1,13 +1,18 @@
 """Modules beside the user's program: sent with a call, and what ranks run, whatever they have themselves."""
 
+import importlib
+import inspect
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
 
 import spark_dl
+from spark_dl.launch.code import sources
+from spark_dl.launch.code.sources import Project, Source
 
 ROOT = str(Path(spark_dl.__file__).parents[1])
 RANK = """
@@ -151,3 +156,123 @@ def test_a_module_that_is_no_text_is_named(project, tmp_path):
     (project / "pack.py").write_text(program.replace("\nfrom spark_dl", f"\n{no_text}\nfrom spark_dl", 1))
     _, errors = python(project, [project / "pack.py"], tmp_path / "call", "build")
     assert "ValueError: cannot send the module 'models.sizes' to the ranks: " in errors
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """This process as a driver in a folder, and then as a rank; all that was imported is forgotten."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sources, "_known", {})
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    before = {*sys.modules}
+    yield tmp_path
+    for name in {*sys.modules} - before:
+        del sys.modules[name]
+    sources._is_in_project.cache_clear()
+
+
+def loaded(name):
+    importlib.invalidate_caches()
+    return importlib.import_module(name)
+
+
+def as_rank(sent):
+    """Takes modules as another process does."""
+    sources.install(Project(sent, "another process"))
+
+
+def test_what_is_loaded_of_the_project_is_sent_with_its_text_and_place(here):
+    (here / "inner").mkdir()
+    (here / "inner" / "__init__.py").write_text("A = 1\n")
+    (here / "inner" / "part.py").write_text("B = 2\n")
+    (here / "never_loaded.py").write_text("")
+    loaded("inner.part")
+    sent = sources.project()
+    assert sent.sources == {
+        "inner": Source(str(here / "inner" / "__init__.py"), True, "A = 1\n"),
+        "inner.part": Source(str(here / "inner" / "part.py"), False, "B = 2\n"),
+    }
+    assert sent.process == sources._PROCESS
+    os.remove(here / "inner" / "part.py")  # a cell of a notebook has moved it
+    assert [*sources.project().sources] == ["inner"]
+
+
+def test_an_edit_is_sent_when_the_module_is_loaded_again(here, caplog):
+    path = here / "edited_module.py"
+    path.write_text("A = 1\n")
+    module = loaded("edited_module")
+
+    def sent():
+        caplog.clear()
+        return sources.project().sources["edited_module"].text, "was edited and not loaded again" in caplog.text
+
+    assert sent() == ("A = 1\n", False)
+    path.write_text("A = 12\n")
+    assert sent() == ("A = 1\n", True)
+    assert sent() == ("A = 1\n", False)  # it is said once
+    importlib.reload(module)
+    assert sent() == ("A = 12\n", False)
+    os.utime(path, ns=(0, 10**18))  # saved again, as it is
+    assert sent() == ("A = 12\n", False)
+
+
+def test_a_project_of_data_is_not_sent(here, monkeypatch):
+    (here / "long_module.py").write_text("#" * 99 + "\n")
+    loaded("long_module")
+    monkeypatch.setattr(sources, "_MAX_BYTES", 100)
+    assert [*sources.project().sources] == ["long_module"]
+    monkeypatch.setattr(sources, "_MAX_BYTES", 99)
+    assert sources.project().sources == {}
+
+
+def test_a_rank_has_the_file_the_text_and_the_package_of_the_driver(here):
+    package, part = str(here / "sent_package" / "__init__.py"), str(here / "sent_package" / "part.py")
+    (here / "sent_package").mkdir()
+    text = "def fail():\n    raise KeyError('here')\n"
+    as_rank({"sent_package": Source(package, True, "A = 1\n"), "sent_package.part": Source(part, False, text)})
+    module = loaded("sent_package.part")
+    assert (module.__file__, module.__package__, inspect.getsource(module.fail)) == (part, "sent_package", text)
+    assert (sys.modules["sent_package"].__file__, sys.modules["sent_package"].__path__[0]) == (
+        package, str(here / "sent_package"),
+    )  # fmt: skip
+    with pytest.raises(KeyError) as error:
+        module.fail()
+    assert "raise KeyError('here')" in "".join(traceback.format_exception(error.value))
+
+
+def test_a_folder_without_a_module_of_its_own_leads_to_those_below_it(here):
+    as_rank({"spaces.deep.part": Source("/nowhere/spaces/deep/part.py", False, "B = 2\n")})
+    assert loaded("spaces.deep.part").B == 2
+    with pytest.raises(ModuleNotFoundError):
+        loaded("spaces.other")
+    with pytest.raises(ModuleNotFoundError):
+        loaded("space")
+
+
+def test_a_later_call_replaces_what_has_changed_and_keeps_the_rest(here):
+    as_rank({"one_sent": Source("/a/one_sent.py", False, "A = 1\n")})
+    first = loaded("one_sent")
+    as_rank({"one_sent": Source("/a/one_sent.py", False, "A = 1\n")})
+    assert loaded("one_sent") is first
+    as_rank({})  # a call of a function that needs none
+    assert loaded("one_sent") is first
+    as_rank({"one_sent": Source("/a/one_sent.py", False, "A = 2\n")})
+    assert loaded("one_sent").A == 2
+    assert sum(isinstance(finder, sources._Finder) for finder in sys.meta_path) == 1
+
+
+def test_a_module_that_was_found_elsewhere_is_replaced_with_those_that_took_from_it(here):
+    (here / "found_here.py").write_text("A = 1\n")
+    as_rank({"taker": Source("/a/taker.py", False, "from found_here import A\n")})
+    assert loaded("taker").A == 1
+    as_rank({"taker": Source("/a/taker.py", False, "from found_here import A\n"),
+             "found_here": Source("/a/found_here.py", False, "A = 2\n")})  # fmt: skip
+    assert (loaded("taker").A, loaded("found_here").__file__) == (2, "/a/found_here.py")
+
+
+def test_the_process_that_has_loaded_the_modules_keeps_them(here):
+    (here / "kept_module.py").write_text("A = 1\n")
+    module = loaded("kept_module")
+    sources.install(Project({"kept_module": Source("/a", False, "A = 2\n")}, sources._PROCESS))
+    assert loaded("kept_module") is module

@@ -32,6 +32,7 @@ def test_the_checkpoints_are_those_that_training_waits_for(tmp_path, num_ranks):
         assert_same_to_the_bit(saved, again)
     lines = [line for line in read_metrics(goes_on.run_dir) if line["kind"] == "checkpoint"]
     assert [line["step"] for line in lines] == [saved.step for saved in found[1]]
+    assert [line["url"] for line in lines] == [saved.url for saved in found[1]]
     assert all(line["background_s"] > 0 for line in lines)
     again = resume(goes_on, found[1][1])
     assert_same_to_the_bit(again, found[0][-1])

@@ -502,6 +502,42 @@ def test_B32_a_run_does_not_go_on_with_other_settings_and_all_are_listed(tmp_pat
         assert caught.match(difference)
 
 
+@pytest.mark.parametrize(("more", "missing", "sections"), [
+    ({"lab": {"a": 1}}, None, "lab"), ({}, "data", "data"), ({"lab": {}}, "train", "lab, train"),
+])  # fmt: skip
+def test_B32_a_run_of_a_version_with_other_sections_does_not_go_on(tmp_path, more, missing, sections):
+    before = {name: value for name, value in {**Config().to_dict(), **more}.items() if name != missing}
+    handmade(tmp_path, 1, config=before)
+    match = f"another version of spark_dl has written .sections of its settings that differ: {sections}[)]"
+    with pytest.raises(ValueError, match=match):
+        checkpoint.check_same_settings(checkpoint.latest(str(tmp_path)), Config())
+
+
+@pytest.mark.parametrize("missing", ["faults", "launch", "track", "checkpoint"])
+def test_a_run_of_a_version_without_a_section_that_may_change_goes_on(tmp_path, missing):
+    handmade(tmp_path, 1, config={name: value for name, value in Config().to_dict().items() if name != missing})
+    checkpoint.check_same_settings(checkpoint.latest(str(tmp_path)), Config())
+
+
+@pytest.mark.parametrize(("names", "is_committed"), [
+    (["MANIFEST.json"], True), (["MANIFEST.json", "UNFINISHED"], True), (["UNFINISHED"], False), ([], False),
+    (["training.pt", "rank-00000.pt", "model.pt"], True),  # its manifest was lost
+    (["training.pt", "rank-00000.pt", "model-00003.pt"], True),
+    (["training.pt", "rank-00000.pt", "model.pt", "UNFINISHED"], False),
+    (["training.pt", "rank-00000.pt"], False), (["rank-00000.pt", "model.pt"], False),
+    (["training.pt", "model.pt"], False), (["training.pt", "rank-00001.pt", "model.pt"], False),
+    (["training.pt", "rank-00000.pt", "optimizer-00000.pt"], False),
+], ids=str)  # fmt: skip
+def test_a_checkpoint_was_committed_if_it_has_a_manifest_or_all_that_comes_before_it(tmp_path, names, is_committed):
+    folder = tmp_path / "checkpoints" / "step-00000007.gen-0002"
+    folder.mkdir(parents=True)
+    for name in names:
+        (folder / {"UNFINISHED": checkpoint_files.UNFINISHED}.get(name, name)).touch()
+    assert checkpoint.last_step(str(tmp_path)) == (7 if is_committed else None)
+    assert checkpoint.newest_committed_attempt(str(tmp_path)) == (2 if is_committed else 0)
+    assert checkpoint.newest_attempt(str(tmp_path)) == 2
+
+
 def draw():
     return random.random(), np.random.random(), torch.rand(1).item(), random.gauss(0, 1), np.random.normal()
 

@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,90 @@ _BUNDLES = 8
 _STEPS_AT_ONCE = 16
 _GATHER_BYTES = 4 << 20
 _MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class LoaderMemory:
+    """How a loader shares out its memory: row groups that are decoded, windows to shuffle, batches that are ready.
+
+    Sizes are in bytes. At least one thread, one batch and one slot for each stream are used, whatever they need:
+    `check_memory` has refused what does not fit.
+    """
+
+    budget: int
+    streams: int
+    """Streams of the rank, each with a window of its own."""
+    stream_batch: int
+    """Rows of a stream in a step."""
+    row_bytes: float
+    """Mean size of a decoded row."""
+    longest_row_bytes: float
+    """Mean size in the row group with the longest ragged rows; 0 without ragged columns."""
+    is_ragged: bool
+    group_bytes: int
+    """The largest row group, decoded."""
+    thread_bytes: float
+    """What a thread needs to decode it."""
+    most_threads: int
+    most_prefetched: int
+    """`loader.prefetch_batches`."""
+    prepares: bool
+    """Whether a function of the caller prepares each batch."""
+
+    @property
+    def ready_bytes(self) -> int:
+        """Of batches that are ready."""
+        return self.budget // READY_SHARE
+
+    @property
+    def _batch_bytes(self) -> float:
+        return self.streams * self.stream_batch * self.row_bytes
+
+    @property
+    def prefetch(self) -> int:
+        """Prefetched batches. Ragged rows count with their mean size; if they are longer, fewer are prefetched."""
+        return max(1, min(self.most_prefetched, int(self.ready_bytes // max(1, self._batch_bytes))))
+
+    @property
+    def bundle_bytes(self) -> int:
+        """Of small steps that are gathered together, so that the overhead of Python is paid once."""
+        return max(1, min(_GATHER_BYTES, self.ready_bytes // _BUNDLES))
+
+    @property
+    def at_once(self) -> int:
+        """Steps that are gathered together."""
+        row_bytes = max(self.row_bytes, self.longest_row_bytes) + WEIGHT_BYTES
+        batch_bytes = max(1, self.streams * self.stream_batch * row_bytes)
+        return max(1, min(_STEPS_AT_ONCE, int(self.bundle_bytes // batch_bytes)))
+
+    @property
+    def bundle(self) -> int:
+        """Steps that are passed on together, which wakes the training loop once, unless each waits for `prepare`."""
+        return 1 if self.prepares else self.at_once
+
+    @property
+    def bundles_ahead(self) -> int:
+        """Bundles that are ready."""
+        return -(-self.prefetch // self.bundle)
+
+    @property
+    def threads(self) -> int:
+        """Threads that read and decode."""
+        return max(1, min(self.most_threads, int(self.budget // max(1, self.thread_bytes))))
+
+    @property
+    def slots_bytes(self) -> int:
+        """Of windows: what row groups and batches leave. Two bundles are being built and in use."""
+        batches = (self.bundles_ahead + 2) * max(self.bundle_bytes, self._batch_bytes)
+        if self.is_ragged:
+            batches = max(batches, self.ready_bytes)
+        decoding = self.threads * self.thread_bytes + HELD_ROW_GROUPS * self.group_bytes
+        return int(max(0, self.budget - batches - decoding))
+
+    def num_slots(self, slot_bytes: float, num_reads: int) -> int:
+        """Slots for windows: one for each stream, and a second one to prefetch into as far as the memory allows."""
+        fits = int(self.slots_bytes // max(1, slot_bytes))
+        return min(max(fits, self.streams), 2 * self.streams, num_reads)
 
 
 class ShardLoader:
@@ -77,11 +162,9 @@ class ShardLoader:
             cache = build_cache(config.shards)
         self._rows = build_rows(shards, self.columns, config, split, cache, limits)
         self._row_bytes = sum(c.value_bytes for c in self._rows.columns)
-        self._is_ragged = any(c.is_ragged for c in self.columns)
-        group_bytes = shards.group_bytes(self.columns)
-        self._largest_bytes = int(group_bytes[shards.group_rows > 0].max())
+        largest_group = int(shards.group_bytes(self.columns)[shards.group_rows > 0].max())
         self._group_row_bytes: npt.NDArray[np.float64] | None = None
-        if self._is_ragged:  # otherwise all rows have the same size
+        if any(c.is_ragged for c in self.columns):  # otherwise all rows have the same size
             self._group_row_bytes = shards.decoded_bytes(self.columns) / np.maximum(1, shards.shards.group_rows)
         self.plan = Plan(
             group_rows=self._rows.group_rows,
@@ -102,39 +185,34 @@ class ShardLoader:
         # Selecting the rows of a split copies them. Filling NaN and Inf copies all rows.
         has_split = split != "all" and train.validation_fraction > 0
         copies = 1 + has_split + (config.data.nonfinite == "fill" and not shards.is_checked)
-        decoding = decoding_bytes(self.columns, self._largest_bytes, is_filtered=shards.filtered is not None)
-        thread_bytes = copies * self._largest_bytes + decoding
-        batch_bytes = max(1, len(self._streams) * self.plan.stream_batch * self._row_bytes)
-        self._ready_bytes = self._budget // READY_SHARE
-        self.prefetch = max(1, min(loader.prefetch_batches, self._ready_bytes // batch_bytes))
-        """Maximum number of prefetched batches: at least one, and as many as fit into a quarter of the memory. Ragged
-        rows count with their mean size; if rows are longer, fewer batches are prefetched."""
-        # Several small steps are gathered together, so the overhead of Python is paid once. They are also passed on
-        # together, which wakes the training loop once, unless each of them has to wait for `prepare`.
-        self._bundle_bytes = max(1, min(_GATHER_BYTES, self._ready_bytes // _BUNDLES))
-        self._at_once = max(1, min(_STEPS_AT_ONCE, int(self._bundle_bytes // self._max_batch_bytes())))
-        self._bundle = self._at_once if prepare is None else 1
-        self._bundles_ahead = -(-self.prefetch // self._bundle)
-        self._threads = max(1, min(loader.reader_threads, int(self._budget // max(1, thread_bytes))))
-        self._decoding_bytes = self._threads * thread_bytes + HELD_ROW_GROUPS * self._largest_bytes
+        decoding = decoding_bytes(self.columns, largest_group, is_filtered=shards.filtered is not None)
+        self._memory = LoaderMemory(
+            self._budget, streams=len(self._streams), stream_batch=self.plan.stream_batch, row_bytes=self._row_bytes,
+            longest_row_bytes=0.0 if self._group_row_bytes is None else float(self._group_row_bytes.max()),
+            is_ragged=any(c.is_ragged for c in self.columns), group_bytes=largest_group,
+            thread_bytes=copies * largest_group + decoding, most_threads=loader.reader_threads,
+            most_prefetched=loader.prefetch_batches, prepares=prepare is not None,
+        )  # fmt: skip
+        self.prefetch = self._memory.prefetch
+        """Maximum number of prefetched batches."""
         self._spare: list[Arena] = []
         self._wait_s = config.launch.collective_timeout_s
 
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[StepBatches, None, None]:
         """Yields the steps of an epoch, from `start_step` on. Prefetching stops when the iterator is closed."""
-        room = PrefetchBudget(self._ready_bytes)
-        return read_ahead(self._batches(epoch, start_step, room), self._bundles_ahead, room)
+        room = PrefetchBudget(self._memory.ready_bytes)
+        return read_ahead(self._batches(epoch, start_step, room), self._memory.bundles_ahead, room)
 
     def name_rows(self, epoch: int, step: int) -> str:
         """Names the rows of this rank in a step, for messages."""
         return describe_rows(self._shards, self._rows, rows_of_step(self.plan, self._streams, epoch, step))
 
     def _batches(self, epoch: int, start_step: int, room: PrefetchBudget) -> Generator[list[StepBatches], None, None]:
-        step = start_step
+        step, memory = start_step, self._memory
         with closing(self.steps(epoch, start_step)) as bundles:
             for rows in bundles:
                 sizes = [self._builder.bytes_of([own], (epoch, i, self._rank)) for i, own in enumerate(rows, step)]
-                for first, stop in _bundles(sizes, self._bundle, self._bundle_bytes):
+                for first, stop in _bundles(sizes, memory.bundle, memory.bundle_bytes):
                     room.take(sum(sizes[first:stop]))
                     yield [
                         StepBatches(
@@ -145,13 +223,6 @@ class ShardLoader:
                     ]  # fmt: skip
                 step += len(rows)
 
-    def _max_batch_bytes(self) -> float:
-        """Bytes of the rank's rows of a step before padding, by the row group with the longest ragged rows."""
-        row_bytes: float = self._row_bytes
-        if self._group_row_bytes is not None:
-            row_bytes = max(row_bytes, float(self._group_row_bytes.max()))
-        return max(1, len(self._streams) * self.plan.stream_batch * (row_bytes + WEIGHT_BYTES))
-
     def steps(self, epoch: int, start_step: int = 0) -> Generator[list[StepRows], None, None]:
         """Yields bundles of steps of an epoch, from `start_step` on: the rank's rows, gathered in the caller's thread.
 
@@ -160,10 +231,8 @@ class ShardLoader:
         if start_step >= self.plan.steps:
             return
         schedule = ReadSchedule(self.plan.streams(epoch, self._streams), self.plan.stream_batch, start_step)
-        arena = self._arena(schedule)
-        reader = WindowReader(
-            self._rows, schedule, arena, self._threads, self._slots_bytes, wait_s=self._wait_s
-        )  # fmt: skip
+        arena, threads = self._arena(schedule), self._memory.threads
+        reader = WindowReader(self._rows, schedule, arena, threads, self._memory.slots_bytes, wait_s=self._wait_s)
         with closing(reader):
             yield from self._gather(arena, reader, start_step)
         self._spare.append(arena)
@@ -177,15 +246,7 @@ class ShardLoader:
         slot_bytes: float = self._row_bytes * slot_rows
         if (row_bytes := self._group_row_bytes) is not None:
             slot_bytes = max(self._row_bytes, *(s.windows.largest_bytes(row_bytes) for s in schedule.streams))
-        streams = len(self._streams)
-        batches = (self._bundles_ahead + 2) * max(
-            self._bundle_bytes, streams * self.plan.stream_batch * self._row_bytes
-        )
-        if self._is_ragged:
-            batches = max(batches, self._ready_bytes)
-        self._slots_bytes = max(0, self._budget - batches - self._decoding_bytes)
-        fits = int(self._slots_bytes // max(1, slot_bytes))
-        num_slots = min(max(fits, streams), 2 * streams, sum(schedule.num_reads))
+        num_slots = self._memory.num_slots(slot_bytes, sum(schedule.num_reads))
         while self._spare:
             arena = self._spare.pop()
             if arena.num_slots >= num_slots and arena.slot_rows >= slot_rows:
@@ -194,17 +255,18 @@ class ShardLoader:
             self._rows.columns,
             num_slots=num_slots,
             slot_rows=slot_rows,
-            num_tails=streams,
+            num_tails=len(self._streams),
             tail_rows=self.plan.stream_batch,
         )
 
     def _gather(self, arena: Arena, reader: WindowReader, start_step: int) -> Iterator[list[StepRows]]:
         batch, streams, end = self.plan.stream_batch, len(self._streams), self.plan.steps
+        at_once = self._memory.at_once
         cursors = [_Cursor(i, arena, reader, batch) for i in range(streams)]
         step = start_step
         while step < end:
             ahead = [cursor.fill((end - step) * batch) // batch for cursor in cursors]
-            steps = min(self._at_once, end - step, *ahead)
+            steps = min(at_once, end - step, *ahead)
             positions = np.empty((steps, streams, batch), dtype=np.int64)
             weight = np.empty((steps, streams, batch), dtype=np.float32)
             for i, cursor in enumerate(cursors):

@@ -17,6 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spark_dl import Data, read_shards
 from spark_dl.data.columns.encoding import Encoding
@@ -27,8 +29,9 @@ from spark_dl.data.dataset.memory import check_memory, warn_of_memory
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.external.files import filter_rows
-from spark_dl.data.load.loader import ShardLoader, read_ahead
+from spark_dl.data.load.loader import LoaderMemory, ShardLoader, read_ahead
 from spark_dl.data.load.mixture import MixedLoader, Mixture
+from spark_dl.data.read.rows import HELD_ROW_GROUPS
 from spark_dl.data.write.arrays import write_arrays
 from spark_dl.data.write.writer import ShardWriter
 from tests.builders.batches import assert_same, steps
@@ -496,7 +499,7 @@ def test_lists_are_decoded_by_as_many_threads_as_there_is_memory_for(tmp_path, m
         ids += [int(i) for m in step.micro_batches for i in m["id"][m["weight"] > 0]]
     assert sorted(ids) == list(range(40))
     assert len(set(started)) <= threads
-    assert loader._threads == threads
+    assert loader._memory.threads == threads
 
 
 def test_a_loader_can_read_epochs_again_and_in_any_order(tmp_path):
@@ -718,3 +721,68 @@ def test_an_exception_comes_after_the_items_before_it():
     with pytest.raises(KeyError, match="gone"):
         next(items)
     assert loader_threads() == []
+
+
+MIB = 1 << 20
+
+
+def memory(**changed):
+    usual = {
+        "budget": 64 * MIB, "streams": 4, "stream_batch": 8, "row_bytes": 1024.0, "longest_row_bytes": 0.0,
+        "is_ragged": False, "group_bytes": 2 * MIB, "thread_bytes": 3 * MIB, "most_threads": 2, "most_prefetched": 4,
+        "prepares": False,
+    }  # fmt: skip
+    return LoaderMemory(**{**usual, **changed})
+
+
+@pytest.mark.parametrize(("changed", "expected"), [
+    # A step has 32 KiB. Row groups take 2 x 3 + 2 x 2 MiB, and bundles (1 + 2) x 2 MiB.
+    ({}, {"ready_bytes": 16 * MIB, "prefetch": 4, "bundle_bytes": 2 * MIB, "at_once": 16, "bundle": 16,
+          "bundles_ahead": 1, "threads": 2, "slots_bytes": 48 * MIB}),
+    # A step has 6.4 MB, more than a bundle: two fit into a quarter of the memory, and two more are in use.
+    ({"row_bytes": 200_000.0}, {"prefetch": 2, "at_once": 1, "bundles_ahead": 2,
+                                "slots_bytes": 54 * MIB - 4 * 6_400_000}),
+    # The longest rows decide how many steps are gathered at once, and the mean how many are prefetched.
+    ({"is_ragged": True, "longest_row_bytes": 100_000.0}, {"prefetch": 4, "at_once": 1, "bundles_ahead": 4,
+                                                          "slots_bytes": 38 * MIB}),
+    ({"is_ragged": True, "longest_row_bytes": 8188.0}, {"at_once": 8, "bundles_ahead": 1, "slots_bytes": 38 * MIB}),
+    ({"prepares": True}, {"at_once": 16, "bundle": 1, "bundles_ahead": 4, "slots_bytes": 42 * MIB}),
+    ({"most_prefetched": 100}, {"prefetch": 100, "bundles_ahead": 7, "slots_bytes": 36 * MIB}),
+    ({"thread_bytes": 40 * MIB}, {"threads": 1, "slots_bytes": 14 * MIB}),
+    ({"most_threads": 30}, {"threads": 21, "slots_bytes": 0}),
+    ({"group_bytes": 9 * MIB}, {"slots_bytes": 34 * MIB}),
+    ({"budget": 8 * MIB}, {"ready_bytes": 2 * MIB, "bundle_bytes": MIB // 4, "at_once": 7, "slots_bytes": 0}),
+    ({"budget": MIB}, {"prefetch": 4, "at_once": 1, "bundles_ahead": 4, "threads": 1, "slots_bytes": 0}),
+    ({"budget": 1024 * MIB}, {"bundle_bytes": 4 * MIB, "ready_bytes": 256 * MIB}),
+], ids=str)  # fmt: skip
+def test_the_memory_of_a_loader_is_shared_out(changed, expected):
+    shared = memory(**changed)
+    assert {name: getattr(shared, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(("slot_mib", "num_reads", "slots"), [
+    (1, 99, 8), (6, 99, 8), (7, 99, 6), (12, 99, 4), (30, 99, 4), (1, 3, 3), (0, 99, 8),
+])  # fmt: skip
+def test_each_stream_has_a_slot_and_a_second_one_if_the_memory_allows(slot_mib, num_reads, slots):
+    assert memory().num_slots(slot_mib * MIB, num_reads) == slots
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    budget=st.integers(1, 512), streams=st.integers(1, 32), batch=st.integers(1, 64), row_bytes=st.integers(1, 1 << 16),
+    group=st.integers(1, 64), factor=st.integers(1, 4), threads=st.integers(1, 16), ahead=st.integers(1, 32),
+)  # fmt: skip
+def test_what_is_shared_out_is_within_the_budget_where_that_can_be(
+    budget, streams, batch, row_bytes, group, factor, threads, ahead
+):
+    shared = memory(
+        budget=budget * MIB, streams=streams, stream_batch=batch, row_bytes=float(row_bytes), group_bytes=group * MIB,
+        thread_bytes=factor * group * MIB, most_threads=threads, most_prefetched=ahead,
+    )  # fmt: skip
+    step = streams * batch * row_bytes
+    decoding = shared.threads * factor * group * MIB + HELD_ROW_GROUPS * group * MIB
+    assert shared.slots_bytes == 0 or shared.slots_bytes + decoding + (shared.bundles_ahead + 2) * step <= budget * MIB
+    assert shared.prefetch == 1 or shared.prefetch * step <= shared.ready_bytes
+    assert shared.threads == 1 or shared.threads * factor * group <= budget
+    assert shared.at_once == 1 or shared.at_once * step <= shared.bundle_bytes
+    assert 1 <= shared.bundles_ahead <= shared.prefetch <= ahead

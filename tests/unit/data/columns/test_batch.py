@@ -13,7 +13,9 @@ from pyspark.sql import types as t
 from torch import nn
 
 from spark_dl import Config, Data, ModelSpec, Shards
+from spark_dl.data.columns.batch import BatchBuilder, StepRows
 from spark_dl.data.columns.ragged import from_lengths
+from spark_dl.data.columns.schema import Column
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.load.loader import ShardLoader
 from spark_dl.data.write.arrays import write_arrays
@@ -158,3 +160,32 @@ def test_a_column_by_the_name_of_something_else_in_batches_is_an_error_before_an
 def test_the_mask_and_the_offsets_of_a_column_of_one_shape_are_free_names(tmp_path):
     rows = {"x": np.arange(6).reshape(3, 2), "x_mask": np.arange(3), "x_offsets": np.arange(3), "weights": np.arange(3)}
     assert write_arrays(rows, str(tmp_path)).rows == 3
+
+
+def ragged_rows(lengths, dtype=np.float32, inner=()):
+    lengths = np.asarray(lengths)
+    return from_lengths(np.ones((lengths.sum(), *inner), dtype), lengths)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+@pytest.mark.parametrize("ragged", ["pad", "offsets"])
+@pytest.mark.parametrize("datasets", [1, 2])
+def test_the_bytes_of_a_step_are_those_of_its_batches(micro_batches, ragged, datasets):
+    """Also where columns are cast, and where a dataset has the longest rows."""
+    columns = (
+        Column("fixed", "int16", (3,), "list"), Column("words", "int64", (None,), "list"),
+        Column("points", "float32", (None, 2), "list"),
+    )  # fmt: skip
+    data = Data(features=("fixed", "words", "points"), label=None, cast={"fixed": "float64", "words": "int32"})
+    builder = BatchBuilder(columns, data, micro_batches, ragged)
+    parts = [
+        StepRows([np.ones((6, 3), np.int16), ragged_rows([i, 2, 0, 5, 1, 4 * i], np.int64),
+                  ragged_rows([1, 0, 3, 2, 2, i], inner=(2,))], np.ones(6, np.float32))
+        for i in range(1, datasets + 1)
+    ]  # fmt: skip
+    built = sum(tensor.nbytes for batch in builder.build(parts, (0, 0, 0)) for tensor in batch.values())
+    assert builder.bytes_of(parts, (0, 0, 0)) == built
+    within = dataclasses.replace(builder, memory=built)
+    assert within.bytes_of(parts, (0, 0, 0)) == built
+    with pytest.raises(ValueError, match=rf"column '\w+': the {6 * datasets} rows of rank 7 in step 5 of epoch 3 take"):
+        dataclasses.replace(builder, memory=built - 1, memory_setting="none is left").bytes_of(parts, (3, 5, 7))

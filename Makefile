@@ -5,7 +5,7 @@ MINUTES ?= 10
 # Hundreds of processes of the tests import the package: they do not compile it each time, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: mutants train test test-slow test-long fuzz test-gpu test-oldest check lint type docs bench clean setup setup-all setup-petastorm setup-peers setup-oldest setup-horovod
+.PHONY: mutants raises train test test-slow test-long fuzz test-gpu test-oldest check lint type docs bench clean setup setup-all setup-petastorm setup-peers setup-oldest setup-horovod
 
 setup:
 	@./conf/setup_env.sh
@@ -65,6 +65,9 @@ check: setup ## lint, types, and the unit tests of what changed since HEAD (or s
 
 mutants: setup-all ## changes one place at a time, and lists what no test notices: `make mutants ROOM=data/columns N=30 SEED=1 SUITE=tests/unit`
 	@$(PY) -m tests.mutants '$(ROOM)' --count $(or $(N),30) --seed $(or $(SEED),0) --suite $(SUITE)
+
+raises: setup-all .venv/spark.jsa ## lists the errors of the package that no test reaches; runs the tests with coverage
+	@$(PY) -m tests.raises --numprocesses=3 --no-loadscope-reorder -m 'not long'
 
 docs: setup ## the documentation, in docs/_build; warnings are errors
 	@$(PY) docs/write_configuration.py && $(PY) docs/write_contracts.py

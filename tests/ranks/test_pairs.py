@@ -36,7 +36,9 @@ CHANGES = {
     },
     "train.warmup_steps": {"warmup_steps": 5}, "train.clip_grad_norm": {"clip_grad_norm": 0.05},
     "train.precision": {"precision": "bf16"}, "train.validation_fraction": {"validation_fraction": 0.25},
-    "train.early_stop_metric": {"early_stop_metric": "loss", "early_stop_patience": 1, "early_stop_min_delta": 9.0},
+    "train.early_stop_metric": {
+        "early_stop_metric": "loss", "early_stop_patience": 1, "early_stop_min_delta": 9.0, "validation_fraction": 0.2,
+    },
     "train.seed": {"seed": 9}, "parallel: single": {"parallel": Single()},
     "parallel: zero3": {"parallel": Mesh(zero_stage=3)},
     "parallel: local_sgd": {"parallel": LocalSGD(sync_every_steps=3, sync_start_step=1)},

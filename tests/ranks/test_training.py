@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.faults import ledger
-from spark_dl import DDP, Checkpoint, Config, Launch, ModelSpec, worker
+from spark_dl import DDP, Checkpoint, Config, Launch, ModelSpec, Optimization, worker
 from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.launch.rank import rendezvous
 from spark_dl.rundir import checkpoint, run_folder, saving
@@ -344,6 +344,20 @@ def test_checkpoints_by_steps_and_by_epochs(tmp_path):
     run = make_run(tmp_path, config, spec=MLP)
     run_ranks(train_rank, 2, run)  # 6 steps an epoch: steps 4, 8, 12 (also an epoch's end), 16, 18 (the end)
     assert [s.step for s in checkpoint.list_checkpoints(run.run_dir)] == [4, 8, 12, 16, 18]
+
+
+def halved_in_every_third_step(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.8)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    return Optimization(optimizer=optimizer, scheduler=scheduler, interval="step", frequency=3)
+
+
+def test_a_scheduler_counts_the_steps_of_each_epoch(tmp_path):
+    spec = ModelSpec(build=MLP.build, optimizer=halved_in_every_third_step)
+    run = make_run(tmp_path, small_config(1, train={"epochs": 2}), spec=spec, rows=240)  # 5 steps in each
+    train(run)
+    rates = [line["lr"] for line in read_metrics(run.run_dir) if line["kind"] == "step"]
+    assert rates == pytest.approx([0.8, 0.8, 0.8, 0.4, 0.4, 0.4, 0.4, 0.4, 0.2, 0.2])
 
 
 def test_rows_per_second_are_those_of_the_attempt(tmp_path):

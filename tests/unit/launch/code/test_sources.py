@@ -233,6 +233,7 @@ def test_a_rank_has_the_file_the_text_and_the_package_of_the_driver(here):
     as_rank({"sent_package": Source(package, True, "A = 1\n"), "sent_package.part": Source(part, False, text)})
     module = loaded("sent_package.part")
     assert (module.__file__, module.__package__, inspect.getsource(module.fail)) == (part, "sent_package", text)
+    assert module.__loader__.get_filename() == part
     assert (sys.modules["sent_package"].__file__, sys.modules["sent_package"].__path__[0]) == (
         package, str(here / "sent_package"),
     )  # fmt: skip

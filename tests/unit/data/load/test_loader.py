@@ -29,7 +29,7 @@ from spark_dl.data.dataset.memory import check_memory, warn_of_memory
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.external.files import filter_rows
-from spark_dl.data.load.loader import LoaderMemory, ShardLoader, read_ahead
+from spark_dl.data.load.loader import LoaderMemory, ShardLoader, _bundles, read_ahead
 from spark_dl.data.load.mixture import MixedLoader, Mixture
 from spark_dl.data.read.rows import HELD_ROW_GROUPS
 from spark_dl.data.write.arrays import write_arrays
@@ -786,3 +786,11 @@ def test_what_is_shared_out_is_within_the_budget_where_that_can_be(
     assert shared.threads == 1 or shared.threads * factor * group <= budget
     assert shared.at_once == 1 or shared.at_once * step <= shared.bundle_bytes
     assert 1 <= shared.bundles_ahead <= shared.prefetch <= ahead
+
+
+@pytest.mark.parametrize(("sizes", "most", "most_bytes", "bundles"), [
+    ([1] * 5, 2, 99, [(0, 2), (2, 4), (4, 5)]), ([3, 3, 3, 9, 1], 9, 6, [(0, 2), (2, 3), (3, 4), (4, 5)]),
+    ([4, 2, 4, 2], 9, 6, [(0, 2), (2, 4)]), ([4, 3], 9, 6, [(0, 1), (1, 2)]), ([7], 1, 1, [(0, 1)]), ([], 3, 3, []),
+])  # fmt: skip
+def test_steps_are_bundled_up_to_a_number_and_a_size(sizes, most, most_bytes, bundles):
+    assert list(_bundles(sizes, most, most_bytes)) == bundles

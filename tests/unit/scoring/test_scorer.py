@@ -13,8 +13,9 @@ from spark_dl.data.columns.ragged import from_lengths
 from spark_dl.data.columns.schema import Column
 from spark_dl.launch.rank.rendezvous import join
 from spark_dl.rundir import saving
+from spark_dl.scoring import scorer as scorers
 from spark_dl.scoring.saved_model import write_saved_model
-from spark_dl.scoring.scorer import MOST_ROWS_AT_ONCE, Scorer, find_scorer, scorer_of
+from spark_dl.scoring.scorer import MOST_ROWS_AT_ONCE, Scorer, find_scorer, loaded_model, scorer_of
 from tests.builders.models import build_mlp, same_bits
 
 COLUMN = Column("features", "float32", (4,), "list")
@@ -157,3 +158,16 @@ def test_all_rows_are_predicted_in_their_order_whatever_the_model_gets_at_once()
     for name, values in one.outputs(model, [rows[1000:1040]], "cpu").items():
         torch.testing.assert_close(values, whole[name][1000:1040])
     assert {name: len(values) for name, values in scorer.outputs(model, [rows[:0]], "cpu").items()} == {"prediction": 0}
+
+
+def test_a_worker_keeps_the_last_two_models(monkeypatch):
+    monkeypatch.setattr(scorers, "_loaded", type(scorers._loaded)())
+    known = Scorer(spec=SPEC, config=CONFIG, columns=(COLUMN,), url="", sha256="")
+    first = loaded_model(known, b"1", torch.device("cpu"))
+    assert loaded_model(known, b"1", torch.device("cpu")) is first
+    second = loaded_model(known, b"2", torch.device("cpu"))
+    assert loaded_model(known, b"1", torch.device("cpu")) is first
+    loaded_model(known, b"3", torch.device("cpu"))  # in the place of the second, which was used least
+    assert loaded_model(known, b"1", torch.device("cpu")) is first
+    assert loaded_model(known, b"2", torch.device("cpu")) is not second
+    assert len(scorers._loaded) == 2

@@ -47,6 +47,9 @@ _NOT_CHANGED = ("__repr__", "_repr_html_", "__str__")
 _LOGS = ("_log", "logging", "warnings", "report")
 _OWN_TIMEOUT_S, _SUITE_TIMEOUT_S = 600, 3600
 
+_running: set[subprocess.Popen[bytes]] = set()
+"""The tests that run now, each in a process group of its own, which a signal to this process does not reach."""
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -250,12 +253,14 @@ class Copy:
         with subprocess.Popen(
             command, cwd=self.path, env=env, stdout=quiet, stderr=quiet, start_new_session=True
         ) as process:
+            _running.add(process)
             try:
                 code = process.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 code = -signal.SIGKILL
             finally:
                 _end(process)
+                _running.discard(process)
         if code == 5:  # no test was selected
             return True
         return code == 0
@@ -295,13 +300,20 @@ def main() -> int:
             finally:
                 copies.put(copy)
 
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         begin = time.monotonic()
-        with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        pool = concurrent.futures.ThreadPoolExecutor(options.jobs)
+        try:
             for done, (mutant, by) in enumerate(pool.map(try_one, mutants), 1):
                 {"own": own, "suite": later, "": survivors}[by].append(mutant)
                 state = {"own": "noticed", "suite": "noticed by the suite", "": "SURVIVED"}[by]
                 print(f"[{done}/{len(mutants)}, {time.monotonic() - begin:.0f} s] {state}: {mutant.path}:{mutant.line} "
                       f"{mutant.kind}", flush=True)  # fmt: skip
+        finally:  # after an interrupt, nothing more is begun, and what runs is ended
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in [*_running]:
+                _end(process)
+            pool.shutdown()
     print(f"\n{len(mutants)} changes in spark_dl/{options.room}, seed {options.seed}: {len(own)} noticed by the tests "
           f"of their modules, {len(later)} by the suite, {len(survivors)} survived")  # fmt: skip
     for mutant in survivors:

@@ -41,6 +41,7 @@ _CONNECT_TIMEOUT_S = 10.0
 _PROOF_S = 60.0
 MEETING_S = 10.0
 """How long ranks wait for the others in the driver's listener, before all of them use Spark's `allGather`."""
+_BACKLOG = 1024
 _CLOSE_S = 2.0
 _ACCEPT_AGAIN_S = 0.1
 """How long to wait after a connection could not be taken, for example as too many files are open."""
@@ -59,6 +60,14 @@ class Address:
     host: str
     port: int
     secret: bytes
+
+
+def listen_at(address: str) -> socket.socket:
+    """Returns a socket that listens on a free port of an IP address of this host."""
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    listener.bind((address, 0))
+    listener.listen(_BACKLOG)
+    return listener
 
 
 class Server:
@@ -227,9 +236,7 @@ class Port:
 
     def __init__(self, world: World, name: str, title: str):
         self._title, token = title, secrets.token_hex(32)
-        listener = socket.socket(socket.AF_INET6 if ":" in world.address else socket.AF_INET)
-        listener.bind((world.address, 0))
-        listener.listen(1024)
+        listener = listen_at(world.address)
         about = {"address": world.address, "port": listener.getsockname()[1], "host": world.host}
         self._arrived: queue.Queue[Peer] = queue.Queue()
         self._server = Server(listener, token.encode(), self._let_in, "spark_dl port")

@@ -123,6 +123,13 @@ def pytest_runtest_setup(item):
         os.environ.pop("SPARK_CONNECT_MODE_ENABLED", None)
 
 
+@pytest.fixture
+def no_launcher(monkeypatch):
+    """This process is alone, whatever has started it: no variables of torchrun."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture(autouse=True)
 def no_leaks(request):
     if "tmp_path" in request.fixturenames:  # so that it is removed after what uses it has ended

@@ -16,14 +16,13 @@ import contextlib
 import json
 import os
 import queue
-import socket
 import threading
 import time
 from collections.abc import Mapping
 from multiprocessing import connection
 from typing import Any
 
-from spark_dl.channel import CRASH, MAX_FRAME, MEETING_S, Address, Server
+from spark_dl.channel import CRASH, MAX_FRAME, MEETING_S, Address, Server, listen_at
 from spark_dl.launch.failures.rank_state import RankMemory, RankProgress, Status
 from spark_dl.world import local_address
 
@@ -50,10 +49,7 @@ class Listener:
         """
         self._meeting = _Meeting(num_ranks, meeting_s)
         self.events: queue.Queue[dict[str, Any]] = queue.Queue()
-        bound = local_address(bind_host)
-        listener = socket.socket(socket.AF_INET6 if ":" in bound else socket.AF_INET)
-        listener.bind((bound, 0))
-        listener.listen(1024)
+        listener = listen_at(local_address(bind_host))
         self.address = Address(public_host or bind_host, listener.getsockname()[1], os.urandom(32))
         self._asking: dict[int, connection.Connection] = {}
         """Connections of the tasks that wait for an answer."""

@@ -167,7 +167,7 @@ def contents(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class About:
-    """What the manifest of a checkpoint says, beside its files. The same on all ranks."""
+    """The content of a checkpoint's manifest, except its files. The same on all ranks."""
 
     world_size: int
     generation: int

@@ -142,8 +142,7 @@ def assert_pair(tmp_path, pair):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_sample_of_pairs(tmp_path, seed, monkeypatch):
-    alone(monkeypatch)
+def test_a_sample_of_pairs(tmp_path, seed, no_launcher):
     for i, pair in enumerate(random.Random(seed).sample(PAIRS, 4)):
         assert_pair(tmp_path / str(i), pair)
 
@@ -151,8 +150,7 @@ def test_a_sample_of_pairs(tmp_path, seed, monkeypatch):
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("first", SETTINGS)
-def test_all_pairs(tmp_path, first, monkeypatch):
-    alone(monkeypatch)
+def test_all_pairs(tmp_path, first, no_launcher):
     outcomes = collections.Counter()
     for i, pair in enumerate(pair for pair in PAIRS if pair[0] == first):
         try:
@@ -160,8 +158,3 @@ def test_all_pairs(tmp_path, first, monkeypatch):
         except Exception as error:
             raise AssertionError(f"{pair}: {error}") from error
     assert outcomes["refused"] <= sum(outcomes.values()) // 2
-
-
-def alone(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)

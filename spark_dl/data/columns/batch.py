@@ -55,16 +55,16 @@ def cast_cells(name: str, cells: Array | Ragged, dtype: str) -> Array | Ragged:
     if str(values.dtype) == dtype:
         return cells
     with np.errstate(all="ignore"):
-        casted = values.astype(dtype)
-        is_same = np.isfinite(casted) == np.isfinite(values) if casted.dtype.kind == "f" else casted == values
+        converted = values.astype(dtype)
+        is_same = np.isfinite(converted) == np.isfinite(values) if converted.dtype.kind == "f" else converted == values
     if not is_same.all():
         raise ValueError(
             f"column {name!r}: found the value {values[~is_same][0]} of {values.dtype}, expected values that "
             f"{dtype} can hold (data.cast.{name}); choose another dtype, or change the values"
         )
-    if casted.dtype.kind == "f" and values.dtype.kind in "iu":
-        _check_different(name, values.reshape(-1), casted.reshape(-1))
-    return Ragged(casted, cells.offsets) if isinstance(cells, Ragged) else casted
+    if converted.dtype.kind == "f" and values.dtype.kind in "iu":
+        _check_different(name, values.reshape(-1), converted.reshape(-1))
+    return Ragged(converted, cells.offsets) if isinstance(cells, Ragged) else converted
 
 
 def _check_different(name: str, values: Array, found: Array) -> None:

@@ -98,7 +98,7 @@ def numbers(column: SourceColumn, values: pa.Array, lookup: Lookup | None = None
         values = values.fill_null(types.fill_scalar(column, column.fill, values.type))
     if values.null_count:
         raise BadCellsError(column.name, first_true(values.is_null()), f"{values.null_count} null(s)", NO_NULLS)
-    return types.numbers(column, values, lookup)
+    return types.to_numbers(column, values, lookup)
 
 
 def elements(column: SourceColumn, by_level: list[pa.Array], lookup: Lookup | None = None) -> Array:

@@ -51,7 +51,7 @@ class ColumnType:
 
     name: str
     described: str
-    """What error messages call the types."""
+    """Names of the types in error messages."""
     choices: tuple[str, ...]
     """Values of `as` in `data.encode`. The first is the default."""
     of_spark: Callable[[Any], Leaf | None]
@@ -63,7 +63,7 @@ class ColumnType:
     to_numbers: Callable[[SourceColumn, pa.Array, Lookup | None], Array]
     """Cells without nulls -> their numbers, of the column's dtype. # (rows,) -> (rows,)"""
     to_fill: Callable[[Any, pa.DataType, str | None], pa.Scalar]
-    """A value of `data.fill` in the column's type. The text is the unit of numbers that stand for times."""
+    """A value of `data.fill` in the column's type. The last argument is the unit of a number that stands for a time."""
     to_compare: Callable[[Any, pa.DataType], pa.Array] | None = None
     """A value of `data.filters` in the column's type; None if cells cannot be compared. # (1,)"""
     needs_choice: bool = False
@@ -158,8 +158,9 @@ def _decimals(column: SourceColumn, values: pa.Array, _: Lookup | None = None) -
 
 def _spark_time(data_type: Any) -> Leaf | None:
     name = data_type.typeName()
-    unit = {"date": "D", "timestamp": "us", "timestamp_ntz": "us"}.get(name)
-    return unit and Leaf("int32" if unit == "D" else "int64", unit=unit, source_type=name)  # type: ignore[return-value]
+    if name == "date":
+        return Leaf("int32", unit="D", source_type=name)
+    return Leaf("int64", unit="us", source_type=name) if name in ("timestamp", "timestamp_ntz") else None
 
 
 def _arrow_time(arrow: pa.DataType) -> Leaf | None:
@@ -363,7 +364,7 @@ def type_of_arrow(arrow: pa.DataType) -> tuple[ColumnType, Leaf] | None:
     return next(((t, leaf) for t in TYPES if (leaf := t.of_arrow(arrow)) is not None), None)
 
 
-def numbers(column: SourceColumn, values: pa.Array, lookup: Lookup | None = None) -> Array:
+def to_numbers(column: SourceColumn, values: pa.Array, lookup: Lookup | None = None) -> Array:
     """Cells without nulls as numbers of the column's dtype. # (rows,) -> (rows,)
 
     Raises BadCellsError for values that do not fit the dtype.

@@ -57,7 +57,7 @@ class LoaderMemory:
     group_bytes: int
     """The largest row group, decoded."""
     thread_bytes: float
-    """What a thread needs to decode it."""
+    """Memory of one thread that decodes a row group."""
     most_threads: int
     most_prefetched: int
     """`loader.prefetch_batches`."""
@@ -66,7 +66,7 @@ class LoaderMemory:
 
     @property
     def ready_bytes(self) -> int:
-        """Of batches that are ready."""
+        """Memory for batches that are ready."""
         return self.budget // READY_SHARE
 
     @property
@@ -80,7 +80,7 @@ class LoaderMemory:
 
     @property
     def bundle_bytes(self) -> int:
-        """Of small steps that are gathered together, so that the overhead of Python is paid once."""
+        """Memory for one bundle: small steps that are gathered together, which saves time in Python."""
         return max(1, min(_GATHER_BYTES, self.ready_bytes // _BUNDLES))
 
     @property
@@ -107,7 +107,7 @@ class LoaderMemory:
 
     @property
     def slots_bytes(self) -> int:
-        """Of windows: what row groups and batches leave. Two bundles are being built and in use."""
+        """Memory for windows: the rest, after row groups and batches. Two more bundles are being built and in use."""
         batches = (self.bundles_ahead + 2) * max(self.bundle_bytes, self._batch_bytes)
         if self.is_ragged:
             batches = max(batches, self.ready_bytes)
@@ -164,7 +164,8 @@ class ShardLoader:
         self._row_bytes = sum(c.value_bytes for c in self._rows.columns)
         largest_group = int(shards.group_bytes(self.columns)[shards.group_rows > 0].max())
         self._group_row_bytes: npt.NDArray[np.float64] | None = None
-        if any(c.is_ragged for c in self.columns):  # otherwise all rows have the same size
+        is_ragged = any(c.is_ragged for c in self.columns)
+        if is_ragged:  # otherwise all rows have the same size
             self._group_row_bytes = shards.decoded_bytes(self.columns) / np.maximum(1, shards.shards.group_rows)
         self.plan = Plan(
             group_rows=self._rows.group_rows,
@@ -189,7 +190,7 @@ class ShardLoader:
         self._memory = LoaderMemory(
             self._budget, streams=len(self._streams), stream_batch=self.plan.stream_batch, row_bytes=self._row_bytes,
             longest_row_bytes=0.0 if self._group_row_bytes is None else float(self._group_row_bytes.max()),
-            is_ragged=any(c.is_ragged for c in self.columns), group_bytes=largest_group,
+            is_ragged=is_ragged, group_bytes=largest_group,
             thread_bytes=copies * largest_group + decoding, most_threads=loader.reader_threads,
             most_prefetched=loader.prefetch_batches, prepares=prepare is not None,
         )  # fmt: skip

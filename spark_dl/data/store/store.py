@@ -139,20 +139,20 @@ def store_shards(
     reason = "shards.store is not set"
     if layout.store:
         try:
-            store_name = store_key(df, data, layout, columns, reference_columns, name=key)
+            shards_key = store_key(df, data, layout, columns, reference_columns, name=key)
 
             def write(target: str) -> ShardSet:
                 written = write_shards(
                     df, target, data, shards=layout, columns=columns, reference_columns=reference_columns
                 )
-                if key is None and store_key(df, data, layout, columns, reference_columns) != store_name:
+                if key is None and store_key(df, data, layout, columns, reference_columns) != shards_key:
                     raise RuntimeError(
                         "the source files of the DataFrame changed while its shards were written, which may have rows "
                         "of both versions; run again"
                     )
                 return written
 
-            return find_or_write(layout.store, store_name, write, run=run, trusted=layout.trusted_writers)
+            return find_or_write(layout.store, shards_key, write, run=run, trusted=layout.trusted_writers)
         except NoKeyError as error:
             reason = f"the store cannot be used for this DataFrame: {error}"
             _log.info("%s", reason)

@@ -67,8 +67,8 @@ def unpack_call(packed: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     try:
         (size,) = struct.unpack_from("<Q", packed)
         unpacked = pa.decompress(memoryview(packed)[8:], size, codec="zstd")
-        by_reference, pickled = pickle.loads(unpacked)  # noqa: S301 - from the driver
-        sources.install(by_reference)
+        project, pickled = pickle.loads(unpacked)  # noqa: S301 - from the driver
+        sources.install(project)
         call: tuple[Any, tuple[Any, ...], dict[str, Any]] = pickle.loads(pickled)  # noqa: S301 - from the driver
     except ModuleNotFoundError as error:
         raise MissingModuleError(

@@ -192,7 +192,7 @@ def _hosts(known: Mapping[int, Mapping[str, Any]]) -> frozenset[str]:
 
 
 class _Evidence:
-    """What the driver knows of a failed attempt: the arguments of `root_cause`, and what follows from them."""
+    """A failed attempt, as far as the driver knows: the arguments of `root_cause`, and what follows from them."""
 
     def __init__(
         self,
@@ -222,9 +222,9 @@ def _an_error_of_its_own(evidence: _Evidence) -> BaseException | None:
 def _cancelled(evidence: _Evidence) -> BaseException | None:
     """Somebody cancelled the job."""
     cancelled = re.search(r"\[?(SPARK_JOB_CANCELLED|OPERATION_CANCELED)[^\n]*", str(evidence.error or ""))
-    return cancelled and RuntimeError(  # type: ignore[return-value]
-        f"the Spark job of the ranks was cancelled ({cancelled[0].strip()}); resume the run"
-    )
+    if cancelled is None:
+        return None
+    return RuntimeError(f"the Spark job of the ranks was cancelled ({cancelled[0].strip()}); resume the run")
 
 
 def _killed(evidence: _Evidence) -> BaseException | None:
@@ -239,7 +239,7 @@ def _killed(evidence: _Evidence) -> BaseException | None:
 
 
 def _silent(evidence: _Evidence) -> BaseException | None:
-    """A host is cut off, or a process stands still."""
+    """The driver cannot reach a host, or a process hangs."""
     tasks = sorted(evidence.silent, key=lambda task: -evidence.silent[task])
     if not tasks:
         return None

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
 
-from spark_dl.channel import Address
+from spark_dl.channel import Address, listen_at
 from spark_dl.config import Launch
 from spark_dl.launch.failures import errors
 from spark_dl.launch.failures.errors import OtherRankError
@@ -119,9 +119,7 @@ def _meet_in_barrier(
     address = local_address(host)
     listener = None
     if partition == 0:  # opens the port of the store before the ranks are dealt
-        listener = cleanup.enter_context(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET))
-        listener.bind((address, 0))
-        listener.listen(1024)
+        listener = cleanup.enter_context(listen_at(address))
     addresses = gpus.addresses_of(context.resources())
     by_number = launch.device == "cuda" or (launch.device == "auto" and launch.gpus_per_rank != "auto")
     if by_number and not addresses:  # a local master; the driver allows it there alone

@@ -28,10 +28,8 @@ COLUMNS = (Column("features", "float32", (2, 3), "ndarray"), Column("label", "in
 
 
 @pytest.fixture
-def group(monkeypatch):
+def group(no_launcher):
     """A process group of this process alone: saving is collective."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
     with join(Launch(device="cpu")):
         yield
 

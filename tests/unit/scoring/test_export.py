@@ -13,9 +13,7 @@ from tests.builders.models import MLP, build_mlp, same_bits
 
 
 @pytest.fixture
-def run_dir(tmp_path, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
+def run_dir(tmp_path, no_launcher):
     run_dir, model = str(tmp_path / "run"), {"0": build_mlp().state_dict()}
     with join(Launch(device="cpu")):
         about = saving.About(world_size=1, generation=0, step=1, config=Config(), columns=())

@@ -24,10 +24,8 @@ SPEC = ModelSpec(build=build_mlp)
 
 
 @pytest.fixture
-def save(monkeypatch, tmp_path):
+def save(no_launcher, tmp_path):
     """Saves a checkpoint whose weights have one value."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
 
     def save(step, value, run_dir=tmp_path / "run"):
         weights = {name: torch.full_like(tensor, value) for name, tensor in build_mlp().state_dict().items()}

@@ -76,9 +76,7 @@ def test_S07_nobody_gets_in_at_the_ports_of_gloo_when_the_ranks_have_connected(t
         assert got_in == [not is_closed] * len(got_in)
 
 
-def test_S07_joining_closes_them(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
+def test_S07_joining_closes_them(no_launcher):
     before, make = own_ports(), dist.distributed_c10d._new_process_group_helper
     with join(Launch(device="cpu")):
         ports = own_ports() - before

@@ -1,15 +1,26 @@
 """Prints the unit tests of the files that differ from a revision (HEAD by default), for `make check`.
 
-Tests mirror the package: `spark_dl/a/b.py` is tested in `tests/unit/a/test_b.py`, or else in the folder `tests/unit/a`.
-The tests of `benchmarks/a/b.py` are in `tests/benchmarks/a`.
+Tests mirror the package: `spark_dl/a/b.py` is tested in `tests/unit/a/test_b.py`, or in the files that
+`tests/README.md` lists for it, or else in the folder `tests/unit/a`. The tests of `benchmarks/a/b.py` are in
+`tests/benchmarks/a`.
 """
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 TESTS = {"spark_dl": Path("tests/unit"), "benchmarks": Path("tests/benchmarks")}
 """The folder with the unit tests of each package."""
+
+
+def listed_tests() -> dict[str, list[str]]:
+    """The test files below `tests/` of each module below `spark_dl/` whose tests have another name than it has."""
+    _, _, table = Path("tests/README.md").read_text().partition("## Modules whose tests have another name")
+    listed = {}
+    for modules, tests in re.findall(r"^\| (`.*`) \| (`.*`) \|$", table, re.MULTILINE):
+        listed |= dict.fromkeys(re.findall(r"`(.+?)`", modules), re.findall(r"`(.+?)`", tests))
+    return listed
 
 
 def tests_of(changed: str) -> list[Path]:
@@ -27,6 +38,10 @@ def tests_of(changed: str) -> list[Path]:
     if path.name != "__init__.py":  # `test_storage_owner.py` beside the folder, for `storage/owner.py`
         joined = folder.parent / f"test_{folder.name}_{path.name}"
         named = named if named.exists() or not joined.exists() else joined
+    listed = [Path("tests", test) for test in listed_tests().get("/".join(path.parts[1:]), [])]
+    of_units = [test for test in listed if test.is_relative_to(top)]
+    if of_units and path.parts[0] == "spark_dl":
+        return of_units
     found = [test for test in (named, folder) if test.exists() and test != top][:1]
     # A file without tests of its own is tested by those of the files that import it.
     return found or tests_of_importers(path, top)

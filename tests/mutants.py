@@ -20,7 +20,6 @@ import contextlib
 import os
 import queue
 import random
-import re
 import runpy
 import shutil
 import signal
@@ -178,11 +177,10 @@ def own_tests(path: str) -> list[str]:
     """The test files of a module: of its name, at each level, or those that `tests/README.md` lists for it."""
     module = Path(path).relative_to("spark_dl")
     tests = ROOT / "tests"
-    for row in (tests / "README.md").read_text().splitlines():
-        modules, _, files = row.partition(" | ")
-        if f"`{module}`" in modules:
-            return [f"tests/{name}" for name in re.findall(r"`(.+?\.py)`", files)]
-    mirrored = [str(test) for test in runpy.run_path(str(ROOT / "conf" / "changed_tests.py"))["tests_of"](path)]
+    changed_tests = runpy.run_path(str(ROOT / "conf" / "changed_tests.py"))
+    if listed := changed_tests["listed_tests"]().get(str(module)):
+        return [f"tests/{name}" for name in listed]
+    mirrored = [str(test) for test in changed_tests["tests_of"](path)]
     if module.name == "__init__.py":
         return mirrored
     by_name = [str(test.relative_to(ROOT)) for test in sorted(tests.rglob(f"test_{module.stem}.py"))]

@@ -553,10 +553,7 @@ def test_each_module_has_tests_that_make_check_runs():
 
 
 def test_each_module_has_a_test_file_of_its_name_or_the_list_says_which():
-    listed = {}
-    _, _, table = (ROOT / "tests/README.md").read_text().partition("## Modules whose tests have another name")
-    for modules, tests in re.findall(r"^\| (`.*`) \| (`.*`) \|$", table, re.MULTILINE):
-        listed |= dict.fromkeys(re.findall(r"`(.+?)`", modules), re.findall(r"`(.+?)`", tests))
+    listed = runpy.run_path(str(ROOT / "conf" / "changed_tests.py"))["listed_tests"]()
     of_tests = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
     others = {n for n in MODULES if not n.endswith("__init__.py") and f"test_{Path(n).stem}" not in of_tests}
     assert {*listed} == others

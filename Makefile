@@ -66,7 +66,7 @@ check: setup ## lint, types, and the unit tests of what changed since HEAD (or s
 mutants: setup-all ## changes one place at a time, and lists what no test notices: `make mutants ROOM=data/columns N=30 SEED=1 SUITE=tests/unit`
 	@$(PY) -m tests.mutants '$(ROOM)' --count $(or $(N),30) --seed $(or $(SEED),0) --suite $(SUITE)
 
-raises: setup-all .venv/spark.jsa ## lists the errors of the package that no test reaches; runs the tests with coverage
+raises: setup-all .venv/spark.jsa ## lists the errors of the package that no test reaches; runs all tests but the long ones
 	@$(PY) -m tests.raises --numprocesses=3 --no-loadscope-reorder -m 'not long'
 
 docs: setup ## the documentation, in docs/_build; warnings are errors

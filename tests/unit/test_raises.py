@@ -1,11 +1,15 @@
 """The program that lists errors which no test reaches."""
 
+import subprocess
+
 import pytest
 
-from tests import raises
-from tests.raises import judged, raises_of, read_listed, run_tests, unreached
+from tests import mutants
+from tests.raises import judged, noting, raises_of, read_listed, run_tests, unreached
 
-SOURCE = """def first(x):
+SOURCE = """from __future__ import annotations
+def first(x):
+    if x == 1: raise LookupError("é"); x = 2
     if x:
         raise ValueError(
             "of several lines"
@@ -21,16 +25,31 @@ SOURCE = """def first(x):
 
 
 def test_each_error_is_found_with_its_lines_but_for_those_that_are_passed_on():
-    found = [(3, 5, "raise ValueError('of several lines')"), (12, 12, "raise KeyError(x) from None")]
-    assert sorted(raises_of(SOURCE)) == found
+    assert sorted(raises_of(SOURCE)) == [
+        (3, 15, "raise LookupError('é')"), (5, 8, "raise ValueError('of several lines')"),
+        (14, 4, "raise KeyError(x) from None"),
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("executed", "lines"), [
-    ({}, [3, 12]), ({"a.py": {1, 2}}, [3, 12]), ({"a.py": {4}}, [12]), ({"a.py": {3, 12}}, []),
-    ({"b.py": {3}}, [3, 12]),
-])  # fmt: skip
-def test_an_error_is_reached_if_one_of_its_lines_was_run(executed, lines):
-    assert [line for _, line, _ in unreached({"a.py": SOURCE}, executed)] == lines
+def test_an_error_is_what_it_was_and_its_line_is_noted(tmp_path):
+    notes = tmp_path / "notes"
+    noted = noting(SOURCE, "a.py", str(notes))
+    assert noted.count("\n") == SOURCE.count("\n")
+    defined = {}
+    exec(compile(noted, "a.py", "exec"), defined)
+    for x, error, line in ((1, LookupError, 3), (7, ValueError, 5)):
+        with pytest.raises(error) as caught:
+            defined["first"](x)
+        assert caught.traceback[-1].lineno + 1 == line
+    with pytest.raises(ZeroDivisionError):
+        defined["first"](0)
+    reached = {*notes.read_text().split()}
+    assert reached == {"a.py:3", "a.py:5"}
+    assert [line for _, line, _ in unreached({"a.py": SOURCE}, reached)] == [14]
+    notes.unlink()
+    notes.mkdir()  # and cannot be written
+    with pytest.raises(LookupError):
+        defined["first"](1)
 
 
 def test_what_is_new_and_what_is_gone_is_named():
@@ -42,21 +61,23 @@ def test_what_is_new_and_what_is_gone_is_named():
 
 
 def test_the_lines_are_those_that_the_tests_and_their_processes_have_run(tmp_path, monkeypatch):
-    """The program is measured as the package is: in the process of pytest, in a child and in a fork."""
-    (tmp_path / "spark_dl").mkdir()
-    (tmp_path / "spark_dl" / "__init__.py").write_text("")
-    (tmp_path / "spark_dl" / "shown.py").write_text(
-        "def run(which):\n    if which == 'child':\n        return 1\n    if which == 'fork':\n        return 2\n"
-        "    if which == 'here':\n        return 3\n    raise ValueError(which)\n"
+    """In the process of pytest, in a child, and in a fork that ends by SIGKILL."""
+    project = tmp_path / "project"
+    (project / "spark_dl").mkdir(parents=True)
+    (project / "spark_dl" / "__init__.py").write_text("")
+    (project / "spark_dl" / "shown.py").write_text(
+        "def run(which):\n    if which == 'child':\n        raise ValueError(1)\n    if which == 'fork':\n"
+        "        raise ValueError(2)\n    if which == 'here':\n        raise ValueError(3)\n"
+        "    raise ValueError(which)\n"
     )
-    (tmp_path / "test_shown.py").write_text(
-        "import os, subprocess, sys\nfrom spark_dl.shown import run\n"
-        "def test_all():\n    run('here')\n"
-        "    subprocess.run([sys.executable, '-c', 'from spark_dl.shown import run; run(\"child\")'], check=True)\n"
-        "    pid = os.fork()\n    if not pid:\n        run('fork')\n        os._exit(0)\n    os.waitpid(pid, 0)\n"
+    (project / "test_shown.py").write_text(
+        "import os, signal, subprocess, sys\nimport pytest\nfrom spark_dl.shown import run\n"
+        "def test_all():\n    pytest.raises(ValueError, run, 'here')\n"
+        "    assert subprocess.call([sys.executable, '-c', 'from spark_dl.shown import run; run(\"child\")'])\n"
+        "    if not (pid := os.fork()):\n        try:\n            run('fork')\n        finally:\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n    os.waitpid(pid, 0)\n"
     )
-    monkeypatch.setattr(raises, "ROOT", tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    lines = run_tests(str(tmp_path / "of-coverage"), ["-q", "-p", "no:cacheprovider", "test_shown.py"])
-    assert lines["spark_dl/shown.py"] >= {3, 5, 7}
-    assert 8 not in lines["spark_dl/shown.py"]
+    subprocess.run(["git", "init", "-q"], cwd=project, check=True)
+    monkeypatch.setattr(mutants, "ROOT", project)
+    reached = run_tests(str(tmp_path), ["-q", "test_shown.py"])
+    assert reached == {f"spark_dl/shown.py:{line}" for line in (3, 5, 7)}

@@ -135,7 +135,9 @@ class _Changes(ast.NodeVisitor):
 
     def visit_Return(self, node: ast.Return) -> None:
         self.generic_visit(node)
-        if node.value is not None and not (isinstance(node.value, ast.Constant) and node.value.value is None):
+        # A bool is changed as a constant is, and None in place of False is the same to an `if`.
+        value = node.value.value if isinstance(node.value, ast.Constant) else node.value
+        if value is not None and value is not False:
             self.add(node, "return", "return None")
 
     def visit_Raise(self, node: ast.Raise) -> None:

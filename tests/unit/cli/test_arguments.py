@@ -19,6 +19,13 @@ def test_datasets_by_url_are_handed_on_whoever_wrote_them(tmp_path):
     assert arguments.read_datasets(None, arguments.Input(datasets=urls)) == urls
 
 
+def test_a_model_without_its_function_or_with_one_that_is_not_there_is_wrong_usage():
+    with pytest.raises(arguments.UsageError, match="^model.build: expected 'package.module:name'"):
+        arguments.Model(build="").spec()
+    with pytest.raises(arguments.UsageError, match="^model.metrics.top: torch.nn has no 'Top'"):
+        arguments.Model(build="torch.nn:Identity", metrics={"top": "torch.nn:Top"}).spec()
+
+
 def test_help_explains_every_setting(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["job.py", "--help"])
     with pytest.raises(SystemExit, match="^0$"):
@@ -35,6 +42,8 @@ def test_help_explains_every_setting(monkeypatch, capsys):
     (["--spark_conf", "3"], "spark_conf: expected a mapping of names to strings, found 3"),
     (["--input.sql", "3"], "input.sql: expected a mapping of names to strings, found 3"),
     (["--model", "3"], "model: expected a section with settings, found 3"),
+    (["train.lr=3"], "expected an option such as --train.lr, found 'train.lr=3'"),
+    (["--=3"], "expected an option such as --train.lr, found '--=3'"),
 ])  # fmt: skip
 def test_an_option_of_another_type_is_an_error_that_says_what_it_takes(monkeypatch, capsys, args, message):
     monkeypatch.setattr(sys, "argv", ["job.py", *args])

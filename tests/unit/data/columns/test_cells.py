@@ -115,6 +115,9 @@ def array_column(depth=1):
     (VECTOR, vectors((2, {0: 1.0}), [1.0]), 1, r"sizes \[1, 2\]"),
     (VECTOR, vectors([1.0, 2.0], (2, {}), (2, {1: None})), 2, "a null inside a vector, expected no nulls"),
     (VECTOR, vectors([1.0, 2.0], [3.0, None]), 1, "a null inside a vector"),
+    (VECTOR, vectors((2, {0: 1.0}), (2, {2: 1.0})), 1, "the index 2 in a sparse vector, expected indices from 0 to 1"),
+    (VECTOR, vectors((2, {0: 1.0}), (2, {-1: 1.0})), 1, "the index -1 in a sparse vector"),
+    (SourceColumn("c", "int32", "scalar"), pa.DictionaryArray.from_arrays([0, 1, 0], [1, None]), 1, "1 null"),
 ])  # fmt: skip
 def test_bad_cells_are_an_error_that_names_the_column_and_the_row(column, stored, row, message):
     with pytest.raises(BadCellsError, match=rf"column 'c': found .*{message}") as caught:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from spark_dl.data.columns.ragged import Ragged, concatenate, from_lengths, pad, take
+from spark_dl.data.columns.ragged import Ragged, Stacked, concatenate, from_lengths, pad, take
 
 INNER = [(), (3,), (2, 1), (0,)]
 LENGTHS = [[], [0], [4], [0, 0, 0], [2, 0, 5, 1], [0, 3, 0], [1] * 7]
@@ -78,6 +78,17 @@ def test_empty_rows_take_the_inner_shape_of_others():
     empty = Ragged(np.empty((0, 0), np.int32), np.zeros(3, np.int64))
     other = make([2, 1], (3,))
     assert_rows(concatenate([empty, other]), [np.empty((0, 3)), np.empty((0, 3)), *rows_of(other)])
+
+
+@pytest.mark.parametrize(("first", "second", "is_ragged"), [
+    (np.ones(2), np.ones(2), False), (from_lengths(np.ones(3), np.array([1, 2])), from_lengths(np.ones(1), np.array([1])),
+                                      True),
+])  # fmt: skip
+def test_more_values_than_there_is_room_for_are_an_error(first, second, is_ragged):
+    stacked = Stacked(np.zeros(3), is_ragged=is_ragged)
+    stacked.add(first)
+    with pytest.raises(ValueError, match="found 4 values or more, expected 3"):
+        stacked.add(second)
 
 
 def test_arrays_are_joined_as_arrays():

@@ -361,6 +361,8 @@ def test_decimals_structs_dictionaries_and_large_strings(tmp_path):
     for name, value in (("list", 1), ("bytes", "x"), ("user", 1)):
         with pytest.raises(ValueError, match=f"'{name}'.*cells of this type cannot be compared"):
             filtered(shards, [name, "==", value])
+    with pytest.raises(ValueError, match=r"'price' a value that fits its type decimal.*True \(another kind of value"):
+        filtered(shards, ["price", "==", True])
 
 
 @pytest.mark.parametrize(("name", "value"), [

@@ -205,6 +205,32 @@ def test_a_damaged_index_is_an_error_or_leaves_the_rows_of_each_page_as_they_are
     assert found["id"].combine_chunks() == whole["id"].filter(pa.array(mask)).combine_chunks()
 
 
+def with_chunk(content, **fields):
+    """The file with other fields of its first chunk: `f5` is the length of the offset index."""
+    footer, _ = read_struct(footer_of(content))
+    group = footer[4].value.items[0]
+    chunk = group[1].value.items[0]
+    chunk |= {int(name[1:]): TField(chunk[int(name[1:])].kind, value) for name, value in fields.items()}
+    return with_footer(content, footer)
+
+
+def test_an_index_that_says_what_is_not_in_the_file_is_an_error():
+    whole = table(3000)
+    content = written(whole, row_group_size=3000, use_dictionary=False)
+    chunk = read_struct(footer_of(content))[0][4].value.items[0][1].value.items[0]
+    _, source, file = open_bytes(with_chunk(content, f6=len(content)))
+    with pytest.raises(OSError, match="bytes, and its page index refers to more"):
+        IndexedFile(source, file).rows_that_may_pass(0, conditions(whole, [[("id", "<", 3)]]))
+    index, _ = read_struct(content[chunk[6].value :])
+    for number in (1, 2, 3, 5):  # whether a page has only nulls, its bounds, and its nulls
+        kind, pages = index[number].kind, index[number].value
+        index[number] = TField(kind, Many(pages.kind, pages.items[:-1]))
+    shorter = write_struct(index)
+    _, source, file = open_bytes(content[: chunk[6].value] + shorter + content[chunk[6].value + len(shorter) :])
+    with pytest.raises(OSError, match=r"damaged.*bounds of \d+ pages, expected \d+"):
+        IndexedFile(source, file).rows_that_may_pass(0, conditions(whole, [[("id", "<", 3)]]))
+
+
 def footer_of(content):
     return content[-8 - int.from_bytes(content[-8:-4], "little") : -8]
 

@@ -307,6 +307,7 @@ def opcodes(canary):
         "_restore of other names": b"cpyspark.serializers\n_restore\n(S'UnischemaField'\n(S'__class__'\nt(I1\nttR.",
         "encode": b"c_codecs\nencode\n(" + text("x") + text("rot13") + b"tR.",
         "scalar of objects": b"cnumpy.core.multiarray\nscalar\n(cnumpy\ndtype\n(S'O8'\ntRC\x01xtR.",
+        "dict of numbers": b"ccollections\nOrderedDict\n(]p0\n(I1\nI2\ntp1\natp2\nR.", "persistent id": b"Pabc\n.",
         "scalar of floats": b"cnumpy.core.multiarray\nscalar\n(cnumpy\ndtype\n(S'f8'\ntRC\x08" + bytes(8) + b"tR.",
         "memo index": b"N" + b"r" + struct.pack("<I", 2**32 - 1) + b".",
         "memo index in text": b"Np99999999999\n.", "negative memo index": b"Np-1\n.",

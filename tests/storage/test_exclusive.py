@@ -84,10 +84,20 @@ class Forwards(BaseHTTPRequestHandler):
 
     left_out = ("expect",)
 
+    def body(self):
+        if self.headers.get("Transfer-Encoding") != "chunked":  # as pyarrow sends what it writes
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        parts = []
+        while size := int(self.rfile.readline(), 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
     def forward(self):
         connection = http.client.HTTPConnection(self.server.behind, timeout=20)
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        headers = {k: v for k, v in self.headers.items() if k.lower() not in self.left_out}
+        body = self.body()
+        headers = {k: v for k, v in self.headers.items() if k.lower() not in (*self.left_out, "transfer-encoding")}
         connection.request(self.command, self.path, body, headers)
         answer = connection.getresponse()
         content = answer.read()
@@ -128,10 +138,29 @@ class LosesAnAnswer(Forwards):
         return is_lost
 
 
+class Refuses(Forwards):
+    """Answers conditional writes with a status and a code of S3, `server.status`."""
+
+    def refuse(self):
+        if "If-None-Match" not in self.headers:
+            self.forward()
+            return
+        status, code = self.server.status
+        content = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+        self.body()
+        self.server.refused += 1
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_PUT = refuse  # noqa: N815 - a name of the standard library
+
+
 @contextlib.contextmanager
 def store_behind(handler, s3):
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.behind, server.lost = s3.address, False
+    server.behind, server.lost, server.refused = s3.address, False, 0
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
@@ -157,6 +186,32 @@ def test_a_write_whose_answer_was_lost_is_repeated_and_its_own(s3):
         assert storage.read_bytes(url) == b"mine"
 
 
+def test_a_store_that_knows_no_condition_is_written_to_and_the_weaker_guarantee_is_logged(s3, caplog):
+    with store_behind(Refuses, s3) as (url, server), caplog.at_level(logging.WARNING, "spark_dl"):
+        server.status = 501, "NotImplemented"
+        assert create_exclusively(url, b"first")
+        assert storage.read_bytes(url) == b"first"
+        assert not create_exclusively(url, b"second")
+    assert "the store does not support conditional puts" in caplog.text
+
+
+def test_conflicts_with_other_writers_are_tried_again_and_end_in_an_error(s3, monkeypatch):
+    monkeypatch.setattr(generations, "_CONFLICT_WAIT_S", 0.01)
+    with store_behind(Refuses, s3) as (url, server):
+        server.status = 409, "ConditionalRequestConflict"
+        with pytest.raises(OSError, match="other writers conflict with each of 5 conditional puts"):
+            create_exclusively(url, b"mine")
+        assert server.refused == 5
+        assert not storage.exists(url)
+
+
+def test_other_answers_are_errors_with_their_status(s3):
+    with store_behind(Refuses, s3) as (url, server):
+        server.status = 400, "BadDigest"
+        with pytest.raises(OSError, match=r"BadDigest.*\(HTTP 400\)"):
+            create_exclusively(url, b"mine")
+
+
 def test_no_access_is_an_error_that_says_where_credentials_come_from(own_s3):
     url = own_s3.url("x")
     storage.make_folder(url)
@@ -177,6 +232,28 @@ def test_a_store_without_exclusive_writes_gives_what_it_can(tmp_path, monkeypatc
         return opened(self, path, mode, **kwargs)
 
     monkeypatch.setattr(MemoryFileSystem, "_open", only_plain_modes)
+    gives_what_it_can(caplog)
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_mode_that_is_refused_by_value_or_gives_nothing_is_no_exclusive_write(monkeypatch, caplog, refuses):
+    """As implementations of fsspec that read the mode themselves, and its memory before 2024."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    opened = MemoryFileSystem.open
+
+    def of_two_modes(self, path, mode="rb", **kwargs):
+        if "x" not in mode:
+            return opened(self, path, mode, **kwargs)
+        if refuses:
+            raise ValueError(f"mode {mode}")
+        return None
+
+    monkeypatch.setattr(MemoryFileSystem, "open", of_two_modes)
+    gives_what_it_can(caplog)
+
+
+def gives_what_it_can(caplog):
     url = f"memory://host/{uuid.uuid4().hex}"
     with caplog.at_level(logging.WARNING, "spark_dl"):
         assert create_exclusively(url, b"first")

@@ -90,6 +90,26 @@ def test_an_unknown_loss_is_an_error_that_lists_the_known_ones(name):
         build_loss(name)
 
 
+class NeedsMargin(nn.Module):
+    def __init__(self, margin):
+        super().__init__()
+
+
+def test_a_class_of_a_loss_that_needs_arguments_is_an_error():
+    with pytest.raises(ValueError, match=r"^spec.loss: cannot build NeedsMargin: .*'margin'; pass it built"):
+        build_loss(NeedsMargin)
+
+
+@pytest.mark.parametrize(("predicted", "message"), [
+    (OUTPUT, "expected a dict of column names to tensors, .* found"), ({"y": [1.0]}, "expected a dict of column names"),
+    ({1: OUTPUT}, "expected names of columns, found the key 1"),
+])  # fmt: skip
+def test_what_predict_returns_is_checked(predicted, message):
+    spec = ModelSpec(build=build, predict=lambda output: predicted)
+    with pytest.raises(ValueError, match=f"^spec.predict: {message}"):
+        spec.predictions(OUTPUT)
+
+
 @pytest.mark.parametrize("loss", [None, 3, torch.ones(2)])
 def test_a_loss_that_cannot_be_called_is_an_error(loss):
     with pytest.raises(ValueError, match=r"^spec\.loss: expected a function"):

@@ -217,6 +217,11 @@ def test_S13_a_planted_pipe_keeps_nobody_waiting(tmp_path):
     os.mkfifo(tmp_path / "lines")
     with pytest.raises(OSError, match="lines"):
         storage.append(str(tmp_path / "lines"), b"ours")
+    reader = os.open(tmp_path / "lines", os.O_RDONLY | os.O_NONBLOCK)  # so that it can be opened
+    with pytest.raises(OSError, match="lines is not a file"):
+        storage.append(str(tmp_path / "lines"), b"ours")
+    assert os.read(reader, 9) == b""
+    os.close(reader)
 
 
 def test_a_tilde_at_the_beginning_is_the_home_folder(tmp_path, monkeypatch):

@@ -81,8 +81,8 @@ def test_empty_rows_take_the_inner_shape_of_others():
 
 
 @pytest.mark.parametrize(("first", "second", "is_ragged"), [
-    (np.ones(2), np.ones(2), False), (from_lengths(np.ones(3), np.array([1, 2])), from_lengths(np.ones(1), np.array([1])),
-                                      True),
+    (np.ones(2), np.ones(2), False),
+    (from_lengths(np.ones(3), np.array([1, 2])), from_lengths(np.ones(1), np.array([1])), True),
 ])  # fmt: skip
 def test_more_values_than_there_is_room_for_are_an_error(first, second, is_ragged):
     stacked = Stacked(np.zeros(3), is_ragged=is_ragged)

@@ -38,13 +38,14 @@ def raises_of(source: str) -> Iterator[tuple[int, int, str]]:
 def noting(source: str, path: str, notes: str) -> str:
     """Returns the source, each `raise` of which first appends its path and line to the file `notes`.
 
-    It is a statement of the same line, which imports nothing, as some processes find the package and nothing else.
+    It is a statement of the same line, which imports nothing, as some processes find the package and nothing else. It
+    has names of its own: with those of the function, what they refer to would live as long as the error.
     """
     lines = [line.encode() for line in source.splitlines(keepends=True)]
     for number, start, _ in sorted(raises_of(source), reverse=True):
         note = f"try:\n with open({notes!r}, 'a') as f: f.write('{path}:{number}\\n')\nexcept OSError: pass"
         line = lines[number - 1]
-        lines[number - 1] = line[:start] + f"exec({note!r}); ".encode() + line[start:]
+        lines[number - 1] = line[:start] + f"exec({note!r}, {{}}); ".encode() + line[start:]
     return b"".join(lines).decode()
 
 

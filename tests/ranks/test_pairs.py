@@ -144,6 +144,7 @@ def samples_of(names):
 
 def run_of(tmp_path, name, config, group_rows, of_columns):
     url = str(tmp_path / f"data-{group_rows}{'.parquet' if of_columns else ''}")
+    tmp_path.mkdir(exist_ok=True)
     if of_columns and not storage.exists(url):
         stored = {key: pa.array(list(value), from_pandas=key == "town") for key, value in columns().items()}
         pq.write_table(pa.table(stored), url, row_group_size=group_rows)

@@ -41,6 +41,7 @@ def test_an_error_is_what_it_was_and_its_line_is_noted(tmp_path):
         with pytest.raises(error) as caught:
             defined["first"](x)
         assert caught.traceback[-1].lineno + 1 == line
+        assert caught.traceback[-1].locals == {"x": x}
     with pytest.raises(ZeroDivisionError):
         defined["first"](0)
     reached = {*notes.read_text().split()}

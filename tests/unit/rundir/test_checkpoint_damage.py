@@ -3,13 +3,15 @@
 import json
 import logging
 import shutil
+import uuid
 from pathlib import Path
 
 import pytest
 import torch
 
-from spark_dl import Checkpoint, Config, ModelSpec, Train
+from spark_dl import Checkpoint, Config, ModelSpec, Train, storage
 from spark_dl.evaluate import load_model
+from spark_dl.parallel.pieces import Layout, Piece, whole
 from spark_dl.rundir import checkpoint, checkpoint_files, generations, run_folder
 from tests.builders.models import build_mlp
 from tests.unit.rundir.test_checkpoint import group as group
@@ -201,6 +203,52 @@ def test_a_damaged_generation_is_named_and_loses_no_number(run_dir, how, caplog)
     assert str(bad) in warning.getMessage()
     assert saved.url in warning.getMessage()
     assert begin(run_dir, STRICT)[0] == 3
+
+
+def test_a_file_that_is_missing_or_not_listed_is_damage_that_names_it(run_dir):
+    saved = checkpoint.open_checkpoint(str(path_of(run_dir, 2, "")))
+    with pytest.raises(checkpoint_files.DamagedError, match=r"other\.pt is damaged: it is not in the manifest"):
+        checkpoint_files.read(saved.url, saved.manifest, "other.pt")
+    path_of(run_dir, 2, "model.pt").unlink()
+    checkpoint_files.check_contents(saved.url, {"files": {}})
+    with pytest.raises(checkpoint_files.DamagedError, match=r"model\.pt is damaged: it is missing, expected \d+ bytes"):
+        checkpoint_files.check_contents(saved.url, saved.manifest, only_weights=True)
+
+
+def test_on_a_store_the_manifest_of_another_job_is_not_replaced():
+    """On a disk the folder has been made exclusively; a store has no folders."""
+    url = f"memory://host/{uuid.uuid4().hex}"
+    checkpoint_files.write_manifest(url, {"step": 1})
+    written = storage.read_bytes(storage.join(url, "MANIFEST.json"))
+    with pytest.raises(FileExistsError, match=r"MANIFEST\.json exists; another job writes to this folder"):
+        checkpoint_files.write_manifest(url, {"step": 2})
+    assert storage.read_bytes(storage.join(url, "MANIFEST.json")) == written
+
+
+def files_of(run_dir, **change):
+    """The tensors of a file `x.pt`, which has the first two of the three elements of `w`."""
+    tmp = str(run_dir)
+    entry = checkpoint_files.write(tmp, "x.pt", {"w": torch.tensor([1.0, 2.0])})
+    about = {"dtype": "float32", "shape": [3], "files": {"x.pt": [PIECE]}, **change}
+    manifest = {"files": {"x.pt": entry}, "tensors": {"tied": {}, "model": {"w": about}}}
+    return checkpoint_files.TensorFiles(tmp, manifest, "model")
+
+
+PIECE = Piece((0,), (2,), 0, 2).to_plain()
+
+
+def test_tensors_that_the_files_do_not_have_are_an_error_that_names_them(tmp_path):
+    files = files_of(tmp_path)
+    first = Layout((3,), (Piece((0,), (2,), 0, 2),))
+    assert files.read([("w", first)])[0].tolist() == [1, 2]
+    with pytest.raises(ValueError, match=r"has no tensor 'v'; it was saved by another model or optimizer"):
+        files.read([("v", whole((3,)))])
+    with pytest.raises(ValueError, match=r"'w' has the shape \[3\] there, and \[4\] in the model"):
+        files.read([("w", whole((4,)))])
+    with pytest.raises(checkpoint_files.DamagedError, match=r"its files lack 1 elements of 'w'"):
+        files.read([("w", whole((3,)))])
+    with pytest.raises(checkpoint_files.DamagedError, match=r"MANIFEST\.json is damaged: 'w': "):
+        files_of(tmp_path, files={"x.pt": ["all"]}).read([("w", whole((3,)))])
 
 
 def rewrite(run_dir, change):

@@ -29,6 +29,21 @@ def test_every_attempt_has_a_higher_number(tmp_path):
     assert generations.start_generation(run_dir, after=3) == 22
 
 
+def test_drivers_that_take_each_number_are_an_error_that_names_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(generations, "_MAX_TRIES", 3)
+    started = iter(range(1, 4))
+
+    def taken(url, content):
+        generations._create_local(url, b"of another driver")
+        assert url.endswith(f"{next(started):06d}")
+        return create_exclusively(url, content)
+
+    monkeypatch.setattr(generations, "create_exclusively", taken)
+    (tmp_path / "generations").mkdir()
+    with pytest.raises(RuntimeError, match=r"other drivers took the generations 1 to 3 of .*; stop them"):
+        generations.start_generation(str(tmp_path))
+
+
 def test_of_two_threads_each_gets_a_number_of_its_own(tmp_path):
     for i in range(TIMES):
         run_dir, start, found = str(tmp_path / str(i)), threading.Barrier(2), []

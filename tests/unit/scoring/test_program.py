@@ -380,6 +380,33 @@ def test_S03_an_archive_that_torch_does_not_write_is_refused(good, bomb, change)
     assert isinstance(error, ValueError) or change in ("before", "behind")
 
 
+def test_a_member_that_is_no_object_or_nested_for_ever_is_refused(good, bomb):
+    deep = []
+    for _ in range(200):
+        deep = [deep]
+
+    def nested(graph):
+        graph["graph_module"]["deep"] = deep
+
+    for members, message in (
+        ({**good, "models/model.json": b"[1]"}, "models/model.json is no JSON object"),
+        (with_json(good, "models/model.json", nested), "is nested more than"),
+        ({**good, WEIGHTS: b'{"config": []}'}, "has no list of tensors"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            program_of(packed(members))
+    assert not bomb.exists()
+    with pytest.raises(ValueError, match="is not in the archive's folder"):
+        program_of(_two_folders(good))
+
+
+def _two_folders(good):
+    with zipfile.ZipFile(out := io.BytesIO(), "w", zipfile.ZIP_STORED) as archive:
+        for number, (name, data) in enumerate(good.items()):
+            archive.writestr(f"{'model' if number else 'other'}/{name}", data)
+    return out.getvalue()
+
+
 @pytest.mark.parametrize("most", [200, pytest.param(None, marks=pytest.mark.slow)])
 def test_S03_no_text_of_a_graph_runs_code(good, bomb, most):
     call = f"__import__('os').mkdir({str(bomb)!r})"

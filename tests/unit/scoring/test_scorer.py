@@ -53,6 +53,28 @@ def test_a_task_loads_the_weights_that_the_driver_has_read_or_none(save, tmp_pat
         scorer.load()
 
 
+@pytest.mark.parametrize(("dtype", "stored"), [
+    ("bfloat16", "float32"), ("float16", "float32"), ("uint8", "int16"), ("uint16", "int32"), ("uint32", "int64"),
+    *((name, name) for name in ("bool", "int8", "int16", "int32", "int64", "float32", "float64")),
+])  # fmt: skip
+def test_a_prediction_has_the_smallest_type_of_spark_that_holds_it(dtype, stored):
+    value = torch.tensor([0, 1], dtype=getattr(torch, dtype))
+    found = scorers._storable("y", value)
+    assert found.dtype == getattr(torch, stored)
+    assert found.tolist() == value.tolist()
+
+
+@pytest.mark.parametrize(("value", "found"), [
+    (torch.ones(2, dtype=torch.complex64), "complex64"), (torch.ones(2, 2).to_sparse(), "a sparse tensor"),
+    (torch.ones(2, dtype=torch.uint64), "uint64"),
+])  # fmt: skip
+def test_a_prediction_that_spark_cannot_have_is_an_error(value, found):
+    with pytest.raises(
+        ValueError, match=f"spec.predict: the column 'y' is {found}, which Spark does not have; convert"
+    ):
+        scorers._storable("y", value)
+
+
 def test_a_task_loads_the_saved_model_that_the_driver_has_read_or_none(tmp_path):
     write_saved_model(tmp_path / "m", build_mlp(), SPEC, CONFIG, (COLUMN,))
     scorer = find_scorer(tmp_path / "m")

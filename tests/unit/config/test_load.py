@@ -20,7 +20,7 @@ from spark_dl import (
     load_config,
 )
 from spark_dl.config import strategies
-from spark_dl.config.load import build_config, config_keys
+from spark_dl.config.load import build_config, config_keys, with_settings
 
 SECTIONS = "checkpoint, data, faults, launch, loader, parallel, sequences, shards, track, train"
 
@@ -373,3 +373,16 @@ def test_S02_a_settings_file_makes_no_objects(tmp_path):
     with pytest.raises(ValueError, match="train.lr: expected a number, found "):
         load_config(None, [f"train.lr=!!python/object/apply:os.system ['touch {tmp_path}/made']"])
     assert not (tmp_path / "made").exists()
+
+
+def test_settings_by_key_replace_those_of_a_config_and_another_strategy_has_its_own():
+    plain = Config().to_dict()
+    changed = with_settings(plain, {"train.lr": 3.0, "sequences.length": 4})
+    assert (changed["train"]["lr"], changed["sequences"]) == (3.0, {"length": 4})
+    assert plain["train"]["lr"] != 3.0
+    changed = with_settings(plain, {"parallel.strategy": "local_sgd", "parallel.sync_every_steps": 7})
+    assert changed["parallel"] == {"strategy": "local_sgd", "sync_every_steps": 7}
+    assert with_settings(plain, {"parallel.bucket_mib": 7})["parallel"] == {**plain["parallel"], "bucket_mib": 7}
+    for key in ("lr", "train.", "trian.lr"):
+        with pytest.raises(ValueError, match=f"settings: expected keys such as 'train.lr', found '{key}'"):
+            with_settings(plain, {key: 1})

@@ -7,7 +7,7 @@ from torch import nn
 from spark_dl import Config, Data, ModelSpec, Train
 from spark_dl.launch.failures.errors import is_retryable
 from spark_dl.nn import MoE
-from spark_dl.parallel.loss import true_rows, weighted_loss_sum
+from spark_dl.parallel.loss import count_of, element_weights, true_rows, weighted_loss_sum
 from spark_dl.parallel.trainable import add_gradients
 from spark_dl.training.finite import NotFiniteTrainingError
 
@@ -73,6 +73,59 @@ def test_B27_a_class_that_the_output_does_not_have_is_named_with_its_column():
     batch = batch_of([1.0, 1.0], label=torch.tensor([0, 7]))
     with pytest.raises(ValueError, match=r"column 'label' has values from 0 to 7 in this batch.*shape \(2, 3\)"):
         weighted_loss_sum(ModelSpec(build=nn.Identity), nn.Linear(2, 3), batch, CONFIG)
+
+
+@pytest.mark.parametrize("counted", [torch.ones(3), "3", None])
+def test_a_count_that_is_no_number_is_an_error(counted):
+    spec = ModelSpec(build=nn.Identity, batch_loss=mean_loss, count=lambda batch: counted)
+    with pytest.raises(
+        ValueError, match=r"spec.count: expected one number for the batch, found (shape \(3,\)|str|None)"
+    ):
+        count_of(spec, batch_of([1.0, 1.0, 1.0]), CONFIG)
+
+
+def test_a_count_gets_the_true_rows_and_is_0_without_any():
+    spec = ModelSpec(build=nn.Identity, batch_loss=mean_loss, count=lambda batch: batch["x"].sum())
+    assert count_of(spec, batch_of([1.0, 0.0, 2.0]), CONFIG).item() == 0 + 1 + 4 + 5
+    assert count_of(spec, batch_of([1.0, 1.0]), CONFIG).item() == 0 + 1 + 2 + 3
+    assert count_of(spec, batch_of([0.0, 0.0]), CONFIG).item() == 0
+
+
+RAGGED = {"label": torch.tensor([[0, 1, 0], [2, 0, 0]]), "label_mask": torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()}
+
+
+@pytest.mark.parametrize(("loss", "weights"), [
+    (nn.CrossEntropyLoss(reduction="none"), [[1, 1, 0], [1, 0, 0]]),
+    (nn.CrossEntropyLoss(torch.tensor([2.0, 3, 5]), reduction="none"), [[2, 3, 0], [5, 0, 0]]),
+    (nn.CrossEntropyLoss(ignore_index=0, reduction="none"), [[0, 1, 0], [1, 0, 0]]),
+    (nn.CrossEntropyLoss(torch.tensor([2.0, 3, 5]), ignore_index=1, reduction="none"), [[2, 0, 0], [5, 0, 0]]),
+    (nn.MSELoss(reduction="none"), [[1, 1, 0], [1, 0, 0]]),
+])  # fmt: skip
+def test_the_mean_of_a_ragged_label_is_over_the_weights_of_its_values(loss, weights):
+    spec, config = ModelSpec(build=nn.Identity, loss=loss), Config(data=Data(features=("x",), label="label"))
+    batch = batch_of([1.0, 1.0], **RAGGED)
+    assert element_weights(spec, batch, "label").tolist() == weights
+    assert count_of(spec, batch, config).item() == sum(map(sum, weights))
+    assert count_of(spec, {**batch, "weight": torch.tensor([0.0, 1.0])}, config).item() == sum(weights[1])
+
+
+def test_a_transform_that_changes_a_ragged_label_alone_is_an_error():
+    spec = ModelSpec(build=nn.Identity, loss="MSELoss")
+    batch = batch_of([1.0, 1.0], **{**RAGGED, "label": RAGGED["label"][:, :2]})
+    with pytest.raises(
+        ValueError, match=r"spec.transform: the column 'label' has the shape \(2, 2\), and its mask .*3\)"
+    ):
+        element_weights(spec, batch, "label")
+
+
+def test_one_loss_for_each_row_of_a_ragged_label_is_an_error():
+    spec = ModelSpec(build=nn.Identity, forward=lambda model, batch: batch["label"].float(),
+                     loss=lambda output, label: output.sum(1))  # fmt: skip
+    config = Config(data=Data(features=("x",), label="label"))
+    with pytest.raises(
+        ValueError, match=r"'label' is ragged, so .* shape \(2, 3\), found shape \(2,\), in which padding"
+    ):
+        weighted_loss_sum(spec, nn.Identity(), batch_of([1.0, 1.0], **RAGGED), config)
 
 
 def test_padding_is_left_out_of_every_column():

@@ -59,6 +59,7 @@ def test_what_is_no_profile_is_an_error_that_names_the_file(tmp_path):
         ("{}", "layers: expected a list with at least one layer, found None"),
         ('{"layers": [], "rows": 1}', "unknown key 'rows'"), ('{"layers": [{"name": "a"}]}', "missing: forward_s, "),
         ('{"layers": [1], "name": 3}', "layers[0]: expected an object"),
+        (json.dumps({"layers": [LAYER], "name": 3}), "times.json: name: expected a string, found 3"),
     ]:  # fmt: skip
         path.write_text(text)
         with pytest.raises(ValueError, match="times") as error:

@@ -146,5 +146,7 @@ def test_sizes_that_no_mesh_has_are_an_error():
         Problem(chain(1), cluster(), STATES["adam"], 64, zero_stages=(4,))
     with pytest.raises(ValueError, match="layers: expected at least one"):
         Problem((), cluster(), STATES["adam"], 64)
+    with pytest.raises(ValueError, match="global_batch_size: expected at least 1, found 0"):
+        Problem(chain(1), cluster(), STATES["adam"], 0)
     with pytest.raises(ValueError, match="hosts: expected a divisor of the number of ranks, 4"):
         cluster(4, hosts=3)

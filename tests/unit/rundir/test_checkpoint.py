@@ -34,7 +34,7 @@ def group(no_launcher):
         yield
 
 
-ABOUT, OPTIONS = ("rows", "score", "branch"), ("problem", "key", "read_back", "in_use")
+ABOUT, OPTIONS = ("rows", "score", "branch", "shapes"), ("problem", "key", "read_back", "in_use")
 
 
 def save(run_dir, step=1, generation=0, config=None, **parts):
@@ -92,6 +92,13 @@ def test_what_is_saved_comes_back(tmp_path, group):
     found = checkpoint.load(saved, "model.pt")["0"]
     assert all(torch.equal(found[k], v) and found[k].dtype == v.dtype for k, v in model["0"].items())
     assert checkpoint.load(saved, "training.pt") == {"a": [1, (2.5, None)]}
+
+
+def test_the_manifest_has_the_shapes_of_weights_that_rank_0_has(tmp_path, group):
+    save(tmp_path, model={"w": torch.ones(2, 3)}, shapes={"w": [2, 3]})
+    saved = checkpoint.last_valid(str(tmp_path))
+    assert saved.manifest["shapes"] == {"w": [2, 3]}
+    assert checkpoint.shapes_of(saved) == {"w": [2, 3]}
 
 
 def test_the_manifest_is_written_last(tmp_path, group, monkeypatch):

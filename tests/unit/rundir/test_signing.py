@@ -43,9 +43,17 @@ def test_S04_a_key_that_others_can_write_is_an_error_and_one_that_all_can_read_a
 def test_S04_the_key_of_another_user_is_an_error(key_file):
     if os.geteuid() != 0:
         pytest.skip("only root can give a file to another user")
-    os.chown(key_file, 65534, 65534)
-    with pytest.raises(ValueError, match="other users can change .* user id 65534"):
-        signing.read_key(key_file)
+    for user_id in (65534, 1):
+        os.chown(key_file, user_id, user_id)
+        with pytest.raises(ValueError, match=f"other users can change .* user id {user_id}"):
+            signing.read_key(key_file)
+
+
+def test_S04_the_key_of_root_is_that_of_all_users(key_file, monkeypatch):
+    if os.geteuid() != 0:
+        pytest.skip("only root has a file of root")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert len(signing.read_key(key_file)) == 32
 
 
 def signed(run_dir, key_file, step, generation=0, config=None):
@@ -101,6 +109,14 @@ def test_S04_what_was_changed_with_its_checksums_is_refused(tmp_path, group, key
     assert "using the checkpoint" in caplog.text
     with pytest.raises(ValueError, match=r"checkpoint\.strict: .*sign"):
         checkpoint.last_valid(str(tmp_path), key_file=key_file, strict=True)
+
+
+def test_S04_a_resume_goes_on_from_the_last_checkpoint_whose_signature_is_right(tmp_path, group, key_file):
+    generation = checkpoint.start_generation(str(tmp_path))
+    signed(tmp_path, key_file, 1, generation)
+    forge(signed(tmp_path, key_file, 2, generation), lambda manifest: manifest.update(score=0.0))
+    config = Config(checkpoint=Checkpoint(signing_key_file=key_file))
+    assert run_folder.begin_attempt(str(tmp_path), config, resume=True, overwrite=False)[1].step == 1
 
 
 def test_S04_the_checkpoint_of_another_key_is_refused_on_resume(tmp_path, group, key_file):

@@ -70,6 +70,31 @@ def test_what_differs_is_named(other, same_dtypes, message):
         load_into(nn.Linear(3, 4), other.state_dict(), "the weights of x", same_dtypes=same_dtypes)
 
 
+class WithState(nn.Linear):
+    """Has a state that is no tensor, `extra`."""
+
+    def __init__(self, extra):
+        super().__init__(1, 1)
+        self.extra = extra
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+@pytest.mark.parametrize("same_dtypes", [True, False])
+def test_a_state_of_another_kind_is_named_and_one_of_the_same_kind_is_loaded(same_dtypes):
+    model = WithState({"a": 1})
+    load_into(model, WithState({"b": 2}).state_dict(), "the weights of x", same_dtypes=same_dtypes)
+    assert model.extra == {"b": 2}
+    if same_dtypes:
+        with pytest.raises(ValueError, match=r"_extra_state: \[2\] float32 in the checkpoint, dict in the model"):
+            load_into(model, WithState(torch.ones(2)).state_dict(), "the weights of x", same_dtypes=True)
+    assert model.extra == {"b": 2}
+
+
 def test_weights_of_another_dtype_are_cast_unless_they_must_be_the_same():
     model = nn.Linear(3, 4).bfloat16()
     load_into(model, nn.Linear(3, 4).state_dict(), "the weights of x")

@@ -12,7 +12,7 @@ import torch
 
 from spark_dl import Checkpoint, Config, Data, ModelSpec, Train
 from spark_dl.prepare import next_attempt, prepare_run
-from spark_dl.rundir import checkpoint, checkpoint_files, run_folder, signing
+from spark_dl.rundir import checkpoint, checkpoint_files, generations, run_folder, signing
 from spark_dl.training import initial
 from tests.builders.datasets import write_dataset
 from tests.unit.rundir.test_checkpoint import group as group
@@ -129,6 +129,7 @@ def test_S04_the_checkpoint_of_another_key_is_refused_on_resume(tmp_path, group,
     assert "set checkpoint.signing_key_file to the key that signed it" in str(found.value)
     assert not {"damaged", "overwrite", "restore"} & set(re.findall(r"\w+", str(found.value)))
     assert steps(tmp_path) == [1]  # it is still there
+    assert generations.read_generation(str(tmp_path)) == 0  # and an attempt that runs goes on
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 
 from spark_dl.data.columns.cells import read_cells
+from spark_dl.data.columns.elements import nonfinite_rows
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.source import BadCellsError, SourceColumn
 from spark_dl.data.columns.types import check_fill
@@ -397,3 +398,14 @@ def test_a_known_shape_is_that_of_filled_ones():
 def test_a_decimal_becomes_the_nearest_float64(digits):
     array = pa.array([Decimal(digits)], pa.decimal128(9, 2))
     assert read_cells(column("float", "float64"), array)[0] == float(digits)
+
+
+@pytest.mark.parametrize(("stored", "bad"), [
+    (pa.array([1.0, None, np.nan]), [False, False, True]), (pa.array([1.0, 2.0]), None), (pa.array([1, 2]), None),
+    (pa.array([[1.0], [2.0, np.inf], []]), [False, True, False]),
+    (pa.array([[[1.0], [2.0]], [[3.0], [-np.inf]], [[5.0]]]), [False, True, False]),
+    (pa.array([[[1.0, np.nan]], [], [[2.0], [np.nan]]]), [True, False, True]),
+])  # fmt: skip
+def test_rows_with_nan_or_inf_at_any_depth(stored, bad):
+    found = nonfinite_rows(stored)
+    assert (None if found is None else found.tolist()) == bad

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from spark_dl.data.columns.ragged import Ragged, Stacked, concatenate, from_lengths, pad, take
+from spark_dl.data.columns.ragged import Ragged, Stacked, concatenate, from_lengths, pad, padded_bytes, take
 
 INNER = [(), (3,), (2, 1), (0,)]
 LENGTHS = [[], [0], [4], [0, 0, 0], [2, 0, 5, 1], [0, 3, 0], [1] * 7]
@@ -53,6 +53,12 @@ def test_pad(lengths, inner, more, fill):
         np.testing.assert_array_equal(mask[i], np.arange(width) < len(row))
         np.testing.assert_array_equal(array[i, : len(row)], row)
         assert (array[i, len(row) :] == fill).all()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64"])
+def test_the_bytes_of_padding_are_those_of_the_array_and_its_mask(dtype):
+    padded, mask = pad(from_lengths(np.ones(6, dtype), np.array([1, 2, 3])), 4)
+    assert padded_bytes(3, 4, np.dtype(dtype).itemsize) == padded.nbytes + mask.nbytes
 
 
 def test_a_row_that_is_too_long_is_an_error():

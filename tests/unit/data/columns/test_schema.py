@@ -32,9 +32,26 @@ def test_columns_of_older_manifests_are_read():
     (Column("x", "int32", (None, 3), "list", mean_size=4.5), 26, 26),
     (Column("x", "uint8", (None,), "binary", Encoding("bytes"), 10.0), 18, 18),
     (Column("x", "uint8", (4, 5, 3), "image", Encoding("image"), 200.5), 205, 60),
+    (Column("x", "uint8", (4, 5, 3), "image", Encoding("image")), 4, 60),  # as of a dataset without rows
+    (Column("x", "int32", (None, 3), "list"), 8, 8),
 ])  # fmt: skip
 def test_bytes_of_a_row(column, stored, decoded):
     assert (column.row_bytes, column.value_bytes) == (stored, decoded)
+
+
+@pytest.mark.parametrize(("key", "good", "bad"), [
+    ("kind", "hash", "other"), ("unit", "ms", "h"), ("scale", 2, 2.5), ("buckets", 3, 0), ("buckets", 2**63 - 1, 2**63),
+    ("vocabulary", ["a"], ["a", 1]), ("unknown", "zero", "one"), ("resize", [2, 3], [2, 0]), ("resize", None, [2]),
+    ("mode", "RGB", "CMYK"), ("orientation", "apply", "east"), ("orientation", "ignore", None),
+    ("interpolation", "nearest", "cubic?"), ("source_type", "decimal(9,2)", "decimal; x"), ("formats", ["PNG"], []),
+])  # fmt: skip
+def test_a_manifest_with_an_invalid_encoding_is_an_error_that_names_the_key(key, good, bad):
+    plain = json.loads(json.dumps(dataclasses.asdict(Column("x", "int64"))))
+    plain["encoding"][key] = good
+    assert json.loads(json.dumps(getattr(Column.from_plain(plain).encoding, key))) == good
+    plain["encoding"][key] = bad
+    with pytest.raises(ValueError, match=f"encoding.{key}"):
+        Column.from_plain(plain)
 
 
 @pytest.mark.parametrize("other", [

@@ -1,6 +1,7 @@
 """The registry of column types: each source type has one record, and one record is all that a new type needs."""
 
 import datetime
+from decimal import Decimal
 
 import numpy as np
 import pyarrow as pa
@@ -11,6 +12,9 @@ from pyspark.sql import types as t
 from spark_dl import Data
 from spark_dl.config.checks import ENCODINGS
 from spark_dl.data.columns import types
+from spark_dl.data.columns.cells import read_cells
+from spark_dl.data.columns.encoding import Encoding
+from spark_dl.data.columns.source import SourceColumn
 from spark_dl.data.columns.types import TYPES, ColumnType, Leaf, type_of_arrow, type_of_spark
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.external.files import filter_rows
@@ -43,6 +47,47 @@ def test_other_types_of_spark_have_none(kind):
 @pytest.mark.parametrize("kind", [pa.time64("us"), pa.null(), pa.struct([("a", pa.int8())]), pa.list_(pa.int8())])
 def test_other_types_of_arrow_have_none(kind):
     assert type_of_arrow(kind) is None
+
+
+UNITS = {"D": 86_400 * 10**9, "s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
+DAY = datetime.date(1969, 12, 30)  # before 1970, so that rounding down is not towards 0
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("stored", ["date32", "date64", "s", "ms", "us", "ns"])
+def test_times_are_ticks_of_the_unit_of_their_column_rounded_down(stored, unit):
+    if stored.startswith("date"):
+        values, nanoseconds = pa.array([DAY, None], getattr(pa, stored)()).drop_null(), -2 * UNITS["D"]
+    else:
+        values = pa.array([-2 * UNITS["D"] // UNITS[stored] + 1], pa.timestamp(stored))
+        nanoseconds = -2 * UNITS["D"] + UNITS[stored]
+    column = SourceColumn("c", "int64", "scalar", encoding=Encoding("timestamp", unit=unit))
+    assert read_cells(column, values).tolist() == [nanoseconds // UNITS[unit]]
+
+
+@pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
+def test_durations_are_ticks_of_the_unit_of_their_column(unit):
+    column = SourceColumn("c", "int64", "scalar", encoding=Encoding("duration", unit=unit))
+    assert read_cells(column, pa.array([3_000_000], pa.duration("us"))).tolist() == [3 * 10**9 // UNITS[unit]]
+
+
+@pytest.mark.parametrize(("value", "arrow", "compared"), [
+    (True, pa.bool_(), True), (3, pa.int8(), 3), (3.0, pa.int8(), 3), (2, pa.float32(), 2.0),
+    (Decimal("2.5"), pa.float64(), 2.5), ("2.50", pa.decimal128(9, 2), Decimal("2.50")), (3, pa.decimal128(9, 2), 3),
+    ("word", pa.string(), "word"),
+])  # fmt: skip
+def test_values_of_filters_are_compared_in_the_type_of_their_column(value, arrow, compared):
+    found = type_of_arrow(arrow)[0].to_compare(value, arrow)
+    assert (found.type, found.to_pylist()) == (arrow, [compared])
+
+
+@pytest.mark.parametrize(("value", "arrow"), [
+    (1, pa.bool_()), (True, pa.int8()), ("1", pa.int8()), (1.0, pa.float16()), (1e300, pa.float32()), (300, pa.int8()),
+    (True, pa.decimal128(9, 2)), (1, pa.string()),
+])  # fmt: skip
+def test_values_of_filters_of_another_type_are_an_error(value, arrow):
+    with pytest.raises((ValueError, pa.ArrowException)):
+        type_of_arrow(arrow)[0].to_compare(value, arrow)
 
 
 CLOCK = ColumnType(

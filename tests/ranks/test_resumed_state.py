@@ -4,6 +4,8 @@ import dataclasses
 import datetime
 import logging
 import re
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -301,3 +303,18 @@ def test_M1_rates_by_name_go_on_in_every_mesh(tmp_path, first, last):
     expected, found = load_weights(whole), load_weights(resumed)
     for name, value in expected.items():
         assert torch.allclose(found[name], value, atol=1e-5), name
+
+
+def test_the_checkpoint_that_a_run_goes_on_from_stays_until_a_second_one_is_there(tmp_path):
+    """The first one could turn out to be damaged, as after a power cut."""
+    settings = config(train={"every_steps": 2, "every_epochs": 9, "keep": 9})
+    train(make_run(tmp_path, cut_at(settings, FIRST)))
+    begun = checkpoint.list_checkpoints(str(tmp_path / "run"))[0]
+    assert begun.step == 2
+    for last_step, is_there in ((4, True), (6, False)):
+        shutil.copytree(tmp_path / "run", tmp_path / str(last_step))
+        url = begun.url.replace(str(tmp_path / "run"), str(tmp_path / str(last_step)))
+        kept = config(train={"every_steps": 2, "every_epochs": 9, "keep": 1, "max_steps": last_step})
+        resume(make_run(tmp_path, kept, name=str(last_step)), checkpoint.open_checkpoint(url))
+        assert Path(url).exists() == is_there
+        assert [saved.step for saved in checkpoint.list_checkpoints(str(tmp_path / str(last_step)))][-1] == last_step

@@ -80,7 +80,7 @@ def test_a_seed_draws_the_same_changes_and_none_that_is_listed(file, tmp_path, m
 
 def test_a_module_is_tested_by_the_files_of_its_name_or_those_that_are_listed():
     assert own_tests("spark_dl/data/columns/ragged.py") == ["tests/unit/data/columns/test_ragged.py"]
-    assert own_tests("spark_dl/loop.py") == ["tests/ranks/test_training.py"]
+    assert own_tests("spark_dl/world.py") == ["tests/ranks/test_leaving.py"]
     assert own_tests("spark_dl/predict.py") == ["tests/spark/test_predict.py"]
 
 

@@ -15,7 +15,15 @@ from spark_dl.data.dataset.manifest import crc32_of
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.load.loader import ShardLoader
 from spark_dl.data.write.arrays import write_arrays
-from spark_dl.inputs import as_source, as_written, check_rank_rows, shards_of, warn_of_few_rows
+from spark_dl.inputs import (
+    as_source,
+    as_written,
+    check_mixture,
+    check_rank_rows,
+    check_storage,
+    shards_of,
+    warn_of_few_rows,
+)
 from tests.builders.models import small_config
 
 X = {"x": np.arange(64, dtype=np.float32)}
@@ -193,3 +201,40 @@ def test_what_is_no_dataset_is_an_error_that_says_what_is(data):
     kind = f"{type(data).__module__}.{type(data).__name__}"
     with pytest.raises(ValueError, match=f"expected a DataFrame of Spark, .*found a {kind}; spark.createDataFrame"):
         as_source(data)
+
+
+FRAME = type("DataFrame", (), {"sparkSession": None})()
+
+
+@pytest.mark.parametrize(("fields", "data", "validation", "message"), [
+    ({"storage": "local"}, "/data", None, "'local' is for DataFrames, found a dataset"),
+    ({"storage": "local"}, FRAME, FRAME, "'local' supports one DataFrame, found a second one for validation"),
+    ({"filters": [["x", ">", 1]]}, FRAME, None, "data.filters: expected a dataset, found a DataFrame"),
+    ({"filters": [["x", ">", 1]]}, "/data", FRAME, "data.filters: expected a dataset, found a DataFrame"),
+    ({"filters": [["x", ">", 1]]}, {"a": "/data", "b": FRAME}, None, "data.filters: expected a dataset, found a Data"),
+])  # fmt: skip
+def test_data_that_a_setting_does_not_support_is_an_error(fields, data, validation, message):
+    with pytest.raises(ValueError, match=message):
+        check_storage(asked(**fields), data, validation)
+
+
+@pytest.mark.parametrize(("fields", "data", "validation"), [
+    ({"storage": "local"}, FRAME, None), ({"storage": "local"}, FRAME, "/data"), ({}, "/data", FRAME),
+    ({"filters": [["x", ">", 1]]}, "/data", None), ({"filters": [["x", ">", 1]]}, {"a": "/d", "b": "/more"}, "/data"),
+])  # fmt: skip
+def test_data_that_the_settings_support(fields, data, validation):
+    check_storage(asked(**fields), data, validation)
+
+
+@pytest.mark.parametrize(("proportions", "data", "found"), [
+    ({"a": 1.0, "b": 1.0}, "/data", "one dataset"),
+    ({"a": 1.0, "b": 1.0}, {"a": "/a", "c": "/c"}, r"datasets \['a', 'c'\]"),
+    ({}, {"a": "/a"}, r"datasets \['a'\]"),
+])  # fmt: skip
+def test_a_mixture_has_a_share_for_each_dataset(proportions, data, found):
+    check_mixture(asked(proportions={"a": 1.0, "b": 1.0}), {"a": "/a", "b": "/b"})
+    check_mixture(asked(), "/data")
+    with pytest.raises(
+        ValueError, match=f"loader.proportions: expected a share for each dataset, found .* for {found}"
+    ):
+        check_mixture(asked(proportions=proportions), data)

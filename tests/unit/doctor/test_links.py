@@ -61,3 +61,24 @@ def test_S17_a_client_without_the_secret_gets_nothing(sent, monkeypatch):
         assert time.monotonic() - start < 5
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), 1).close()
+
+
+@pytest.mark.parametrize(("answer", "message"), [
+    (None, "the other rank has closed the connection"), (3, r"3 of \d+ bytes arrived"),
+])  # fmt: skip
+def test_bytes_that_do_not_arrive_are_no_rate(monkeypatch, answer, message):
+    monkeypatch.setattr(on_rank, "_SEND_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+
+        def serve():
+            connection, _ = listener.accept()
+            with connection:
+                while connection.recv(1 << 20):
+                    pass
+                if answer is not None:
+                    connection.sendall(on_rank._COUNT.pack(answer))
+
+        served = pool.submit(serve)
+        with pytest.raises(ConnectionError, match=message):
+            on_rank._rate(*listener.getsockname(), SECRET)
+        served.result(20)

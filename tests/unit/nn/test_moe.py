@@ -243,3 +243,16 @@ class WithBuffer(Scaled):
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_layer_that_was_called_without_gradients_has_no_auxiliary_loss_to_add_and_that_is_an_error():
+    layer = build(balance="loss")
+    with torch.no_grad():
+        layer(tokens(5, 8))
+    with pytest.raises(
+        ValueError, match=r"MoE\(balance='loss'\): the layer was called without gradients.*use_reentrant"
+    ):
+        add_auxiliary_losses(layer, torch.zeros((), requires_grad=True), lambda: torch.tensor(1))
+    with torch.no_grad():
+        layer(tokens(5, 8))
+        add_auxiliary_losses(layer, torch.zeros(()), lambda: torch.tensor(1))  # as of a validation

@@ -42,6 +42,20 @@ def test_nothing_is_overwritten(run_dir, tmp_path, is_folder):
     assert is_folder or there.read_text() == "mine"
 
 
+def test_what_another_process_has_written_meanwhile_is_not_overwritten(run_dir, tmp_path, monkeypatch):
+    target = tmp_path / "model.safetensors"
+    find = checkpoint.find
+
+    def found_late(*args, **options):
+        target.write_bytes(b"of another process")
+        return find(*args, **options)
+
+    monkeypatch.setattr(checkpoint, "find", found_late)
+    with pytest.raises(ValueError, match=r"export: .*model.safetensors exists, and nothing is overwritten"):
+        export(run_dir, target)
+    assert target.read_bytes() == b"of another process"
+
+
 def test_without_a_checkpoint_nothing_is_written(tmp_path):
     with pytest.raises(ValueError, match="no checkpoint at"):
         export(tmp_path / "none", tmp_path / "file")

@@ -8,7 +8,7 @@ from torch import nn
 
 from spark_dl import ModelSpec
 from spark_dl.parallel.mesh.layers import build_chain
-from spark_dl.parallel.mesh.trial import check_chain, measure_layers
+from spark_dl.parallel.mesh.trial import _check_buffers, check_chain, measure_layers
 from tests.builders.models import build_dropout_mlp
 from tests.builders.settings import make_config
 from tests.unit.parallel.mesh.test_layers import DECODER_LAYERS, Decoder
@@ -108,3 +108,13 @@ def test_times_are_those_of_the_layers():
     assert times[0] > 0.05
     assert times[2] > 0.1
     assert max(times[1], times[3]) < 0.05
+
+
+def test_buffers_that_several_stages_change_are_an_error_and_those_of_one_stage_are_not():
+    norm = nn.BatchNorm1d(4)
+    chain = build_chain(nn.Sequential(norm, nn.Linear(4, 4), nn.Sequential(norm)), None)
+    _check_buffers(chain, [0, 0, 0])
+    with pytest.raises(
+        ValueError, match=r"the buffers '0.running_mean' and '2.0.running_mean' are one tensor, .*stages"
+    ):
+        _check_buffers(chain, [0, 0, 1])

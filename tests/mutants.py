@@ -61,11 +61,13 @@ class Mutant:
     after: str
     source: str
     """The whole changed file."""
+    text: str = ""
+    """The line, before the change."""
 
     @property
     def name(self) -> str:
         """The change without its line number, which other changes of the file move."""
-        return f"{self.path}: {self.kind}: {self.before} -> {self.after}"
+        return f"{self.path}: {self.text}: {self.kind}: {self.before} -> {self.after}"
 
 
 class _Changes(ast.NodeVisitor):
@@ -206,16 +208,16 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
         end = starts[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
         changed = (content[:start] + text.encode() + content[end:]).decode()
         before = " ".join(content[start:end].decode().split())
-        yield Mutant(
-            str(path.relative_to(ROOT)), node.lineno, kind, before, " ".join(text.split()), changed  # type: ignore[attr-defined]
-        )  # fmt: skip
+        number = node.lineno  # type: ignore[attr-defined]
+        after, line = " ".join(text.split()), lines[number - 1].strip()
+        yield Mutant(str(path.relative_to(ROOT)), number, kind, before, after, changed, line)
 
 
 def draw(room: str, count: int, seed: int) -> list[Mutant]:
     """Draws changes in a folder or a file of the package, without those that were judged equivalent."""
     at = ROOT / "spark_dl" / room
     files = sorted(at.rglob("*.py")) if at.is_dir() else [at.with_suffix(".py")]
-    known = {line.partition(" # ")[0] for line in EQUIVALENT.read_text().splitlines() if not line.startswith("#")}
+    known = {line.rpartition(" # ")[0] for line in EQUIVALENT.read_text().splitlines() if not line.startswith("#")}
     found = [mutant for file in files for mutant in mutants_of(file) if mutant.name not in known]
     return random.Random(seed).sample(found, min(count, len(found)))
 
@@ -317,7 +319,7 @@ def main() -> int:
     print(f"\n{len(mutants)} changes in spark_dl/{options.room}, seed {options.seed}: {len(own)} noticed by the tests "
           f"of their modules, {len(later)} by the suite, {len(survivors)} survived")  # fmt: skip
     for mutant in survivors:
-        print(f"  {mutant.path}:{mutant.line} {mutant.kind}\n    - {mutant.before}\n    + {mutant.after}")
+        print(f"  line {mutant.line} of {mutant.name}")
     return 0
 
 

@@ -105,6 +105,7 @@ def test_checkpoints_are_saved_at_their_steps_at_epochs_and_at_the_end(tmp_path,
     run = make_run(tmp_path, **fields)
     result = train(run)
     assert [saved.step for saved in checkpoint.list_checkpoints(run.run_dir)] == steps
+    assert [line["step"] for line in lines_of(run, "checkpoint")] == steps
     assert result["checkpoint"] == checkpoint.latest(run.run_dir).url
 
 

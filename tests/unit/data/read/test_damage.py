@@ -1,12 +1,19 @@
 """No damage of a shard gives other rows: every bit of a file matters, or is an error that names the file."""
 
+import dataclasses
+import re
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from spark_dl.data.columns.schema import Column
+from spark_dl.data.dataset.records import ShardTable
 from spark_dl.data.external.files import filter_rows
 from spark_dl.data.parquet import file as parquet_file
+from spark_dl.data.parquet.filters import NULL_PARTITION
 from spark_dl.data.plan import Segment
+from spark_dl.data.read import rows
 from spark_dl.data.read.rows import Rows
 from spark_dl.scoring import keys
 from tests.builders.datasets import write_dataset
@@ -112,3 +119,22 @@ def test_F15_a_file_cut_short_anywhere_is_an_error(tmp_path):
         path.write_bytes(content[:length])
         with pytest.raises(RuntimeError, match=rf"of {path}: found {length} bytes, expected {len(content)}"):
             read(shards)
+
+
+@pytest.mark.parametrize(
+    ("row_groups", "found"), [((8, 8, 7), r"found 8 rows \(3 row groups"), ((8, 8, 8, 8), "found 0 rows")]
+)
+def test_a_manifest_with_other_row_groups_than_the_file_is_an_error(tmp_path, row_groups, found):
+    shards = write_dataset(str(tmp_path / "d"), ROWS, group_rows=8, shard_rows=24)
+    shard = dataclasses.replace(shards.shards[0], row_groups=row_groups)
+    other = dataclasses.replace(shards, shards=ShardTable.of([shard]))
+    assert re.match(rf"cannot read row group \d of .*: {found}", error_or_rows(other))
+
+
+def test_a_partition_that_is_null_needs_a_fill():
+    column = Column("day", "int64", (), "partition")
+    with pytest.raises(ValueError, match="column 'day': found a partition that is null, expected no nulls"):
+        rows._partition_cells(column, NULL_PARTITION, 3)
+    assert rows._partition_cells(column, "-5", 3).tolist() == [-5] * 3
+    filled = dataclasses.replace(column, fill=7)
+    assert rows._partition_cells(filled, NULL_PARTITION, 2).tolist() == [7, 7]

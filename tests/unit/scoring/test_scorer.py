@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from spark_dl import Config, Data, Launch, Loader, ModelSpec
+from spark_dl import Config, Data, Launch, Loader, ModelSpec, Sequences
 from spark_dl.data.columns.ragged import from_lengths
 from spark_dl.data.columns.schema import Column
 from spark_dl.launch.rank.rendezvous import join
@@ -16,6 +16,7 @@ from spark_dl.rundir import saving
 from spark_dl.scoring import scorer as scorers
 from spark_dl.scoring.saved_model import write_saved_model
 from spark_dl.scoring.scorer import MOST_ROWS_AT_ONCE, Scorer, find_scorer, loaded_model, scorer_of
+from tests.builders.datasets import write_dataset
 from tests.builders.models import build_mlp, same_bits
 
 COLUMN = Column("features", "float32", (4,), "list")
@@ -178,6 +179,103 @@ def test_all_rows_are_predicted_in_their_order_whatever_the_model_gets_at_once()
     for name, values in one.outputs(model, [rows[1000:1040]], "cpu").items():
         torch.testing.assert_close(values, whole[name][1000:1040])
     assert {name: len(values) for name, values in scorer.outputs(model, [rows[:0]], "cpu").items()} == {"prediction": 0}
+
+
+WORDS = Column("words", "int64", (None,), "list")
+OF_WORDS = dataclasses.replace(CONFIG, data=Data(features=("words",), label=None))
+
+
+class PerWord(torch.nn.Module):
+    """Returns a value for each word, one for each row, and three for each row."""
+
+    def forward(self, words, mask):
+        value = words.float() * 2
+        return {"word": value, "row": (value * mask).sum(1), "three": value.sum(1, keepdim=True).repeat(1, 3)}
+
+
+def of_words(build=PerWord, **loader):
+    spec = ModelSpec(
+        build=build,
+        forward=lambda model, batch: model(batch["words"], batch["words_mask"]),
+        predict=lambda found: found,
+    )
+    config = dataclasses.replace(OF_WORDS, loader=Loader(**loader))
+    return Scorer(spec=spec, config=config, columns=(WORDS,), url="", sha256="")
+
+
+@pytest.mark.parametrize("rows_at_once", [None, 1, 2, 3])
+def test_values_for_each_word_come_without_padding_whatever_the_model_gets_at_once(rows_at_once):
+    scorer = of_words(rows_at_once=rows_at_once).with_varying()
+    assert scorer.varying == (("word", "words"),)
+    assert scorer.with_varying() is scorer
+    cells = from_lengths(np.arange(1, 7), np.array([1, 0, 3, 2]))
+    found = scorer.outputs(scorer.load(), [cells], "cpu")
+    assert found["word"].lengths.tolist() == [1, 0, 3, 2]
+    assert found["word"].own_values.tolist() == [2, 4, 6, 8, 10, 12]
+    assert found["row"].tolist() == [2, 0, 2 * (2 + 3 + 4), 2 * (5 + 6)]
+    assert found["three"].shape == (4, 3)
+    zeros = scorer.outputs_of_zeros(scorer.load())
+    assert (zeros["word"].lengths.tolist(), zeros["row"].tolist()) == ([1, 1], [0, 0])
+
+
+class TwoForEach(torch.nn.Module):
+    def forward(self, words, mask):
+        return {"pairs": words.float().repeat_interleave(2, 1)}
+
+
+class Stubborn(torch.nn.Module):
+    """Does not take rows of zeros, so that what varies is not known."""
+
+    def forward(self, words, mask):
+        if not words.any():
+            raise RuntimeError("no words")
+        return {"word": words.float()}
+
+
+def test_columns_that_grow_with_the_padding_of_a_batch_are_an_error():
+    with pytest.raises(
+        ValueError, match="the column 'pairs' has 2 values for a row with 1 value of the feature 'words'"
+    ):
+        of_words(TwoForEach).with_varying()
+    scorer = of_words(Stubborn, rows_at_once=1).with_varying()
+    assert scorer.varying == ()
+    cells = from_lengths(np.arange(1, 4), np.array([1, 2]))
+    with pytest.raises(
+        ValueError, match=r"the column 'word' has entries of the shapes \(1,\), \(2,\), expected one shape"
+    ):
+        scorer.outputs(scorer.load(), [cells], "cpu")
+
+
+def test_a_column_that_varies_has_a_value_for_each_word():
+    scorer = dataclasses.replace(of_words(), varying=(("row", "words"),))
+    cells = from_lengths(np.arange(1, 4), np.array([1, 2]))
+    with pytest.raises(
+        ValueError, match=r"one value in the column 'row' for each value of 'words', shape \(2, 2, ...\), found"
+    ):
+        scorer.outputs(scorer.load(), [cells], "cpu")
+
+
+def test_a_checkpoint_must_have_the_features_and_no_sequences(save, tmp_path):
+    save(1, 1.0)
+    other = dataclasses.replace(CONFIG, data=Data(features=("feature",)))
+    with pytest.raises(ValueError, match=r"the checkpoint .* has no column 'feature', its columns are "):
+        scorer_of(SPEC, tmp_path / "run", other)
+    with pytest.raises(ValueError, match=r"the model reads sequences \(sequences.length=3\)"):
+        scorer_of(SPEC, tmp_path / "run", dataclasses.replace(CONFIG, sequences=Sequences(length=3)))
+
+
+def test_without_a_checkpoint_settings_and_rows_are_needed_and_no_vocabulary_of_a_training(tmp_path):
+    url = str(tmp_path / "data")
+    write_dataset(url, {"features": np.ones((3, 4), np.float32)}, label=None, features=("features",))
+    config = Config(data=Data(features=("features",), label="label"))
+    found = find_scorer(SPEC, config=config, data=url)
+    assert (found.url, [column.name for column in found.columns]) == ("", ["features"])
+    for options in ({"config": config}, {"data": url}, {}):
+        with pytest.raises(ValueError, match="checkpoint_url: expected a checkpoint or a run_dir, found None"):
+            find_scorer(SPEC, **options)
+    words = Config(data=Data(features=("features",), encode={"features": {"as": "vocabulary"}}))
+    with pytest.raises(ValueError, match=r"data.encode.features: no dataset of a training has its vocabulary"):
+        find_scorer(SPEC, config=words, data=url)
 
 
 def test_a_worker_keeps_the_last_two_models(monkeypatch):

@@ -224,6 +224,20 @@ def test_S13_a_planted_pipe_keeps_nobody_waiting(tmp_path):
     os.close(reader)
 
 
+def test_a_file_that_could_not_be_written_is_named_and_what_was_there_stays(tmp_path):
+    path = str(tmp_path / "x")
+    storage.write_bytes(path, b"before")
+    for error, named in ((OSError(errno.ENOSPC, "no space"), path), (OSError(errno.EIO, "broken", "/other"), "/other")):
+        with pytest.raises(OSError, match="no space|broken") as caught, storage.writing(path) as file:
+            file.write(b"a part")
+            raise error
+        assert caught.value.filename == named
+    with pytest.raises(ValueError, match="^of the caller$"), storage.writing(path):
+        raise ValueError("of the caller")
+    assert storage.read_bytes(path) == b"before"
+    assert os.listdir(tmp_path) == ["x"]
+
+
 def test_a_tilde_at_the_beginning_is_the_home_folder(tmp_path, monkeypatch):
     """Settings and notebooks have no shell that replaces it, and a folder of this name would be made."""
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -227,13 +227,18 @@ def test_S13_a_planted_pipe_keeps_nobody_waiting(tmp_path):
 def test_a_file_that_could_not_be_written_is_named_and_what_was_there_stays(tmp_path):
     path = str(tmp_path / "x")
     storage.write_bytes(path, b"before")
-    for error, named in ((OSError(errno.ENOSPC, "no space"), path), (OSError(errno.EIO, "broken", "/other"), "/other")):
-        with pytest.raises(OSError, match="no space|broken") as caught, storage.writing(path) as file:
+
+    def fail(error):
+        with storage.writing(path) as file:
             file.write(b"a part")
             raise error
+
+    for error, named in ((OSError(errno.ENOSPC, "no space"), path), (OSError(errno.EIO, "broken", "/other"), "/other")):
+        with pytest.raises(OSError, match="no space|broken") as caught:
+            fail(error)
         assert caught.value.filename == named
-    with pytest.raises(ValueError, match="^of the caller$"), storage.writing(path):
-        raise ValueError("of the caller")
+    with pytest.raises(ValueError, match="^of the caller$"):
+        fail(ValueError("of the caller"))
     assert storage.read_bytes(path) == b"before"
     assert os.listdir(tmp_path) == ["x"]
 

@@ -422,8 +422,8 @@ def _import_file(where: str, key: str) -> Any:
     if loaded is not None and loaded.__file__ == str(Path(where).resolve()) and loaded._spark_dl_text == text:
         return loaded
     spec = importlib.util.spec_from_file_location(name, Path(where).resolve())
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{key}: {where!r} is not a Python file")
+    assert spec is not None  # of a name that ends with .py
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     module._spark_dl_text = text  # type: ignore[attr-defined]
     sys.modules[name] = module

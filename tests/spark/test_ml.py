@@ -425,6 +425,8 @@ def test_what_cannot_be_fitted_or_transformed_is_refused_before_any_rank_starts(
     ):  # fmt: skip
         with pytest.raises(ValueError, match=match):
             make()
+    with pytest.raises(TypeError, match=r"settings.*expected settings by key, such as .*, found 3"):
+        classifier(tmp_path, settings=3)
     model = classifier(tmp_path, epochs=1).fit(df)
     with pytest.raises(ValueError, match="no column 'features'"):
         model.transform(points)

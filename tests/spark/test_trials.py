@@ -156,18 +156,18 @@ def test_what_cannot_be_tuned_is_an_error_before_anything_is_written(spark, poin
 
 
 @pytest.mark.modes("local")
-def test_trials_that_all_fail_are_one_error_without_any_rank(spark, points, tmp_path):
+@pytest.mark.parametrize(("settings", "options", "message"), [
+    ({"parallel.strategy": TreeReduce.strategy}, {}, "parallel.strategy: expected a str"),
+    ({}, {"metric": "accurcy", "direction": "maximize"}, "metric: no value 'accurcy'"),
+])  # fmt: skip
+def test_trials_that_all_fail_are_one_error_without_any_rank(spark, points, tmp_path, settings, options, message):
     started = []
-    settings = {"parallel.strategy": "tree_reduce"}
-    with pytest.raises(
-        RuntimeError, match=r"all 2 trials failed; trial 0: ValueError: parallel.strategy: expected a str"
-    ):
+    with pytest.raises(RuntimeError, match=rf"all 2 trials failed; trial 0: ValueError: {message}"):
         spark_dl.tune(
             points, MLP, lambda trial: settings, CONFIG, num_trials=2, run_dir=tmp_path, progress=False,
-            on_event=lambda event: started.append(event["kind"]),
+            on_event=lambda event: started.append(event["kind"]), **options,
         )  # fmt: skip
     assert started == ["trial", "trial"]
-    assert TreeReduce.strategy == settings["parallel.strategy"]
 
 
 @pytest.mark.modes("connect")

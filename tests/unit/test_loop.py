@@ -1,6 +1,7 @@
 """The training loop of one rank, in this process: what each step, epoch and end of a run does, and what is written."""
 
 import copy
+import dataclasses
 import math
 
 import numpy as np
@@ -252,3 +253,22 @@ def test_the_mean_of_a_loss_of_the_batch_is_checked_in_the_first_step_alone(tmp_
     calls.clear()
     train(make_run(tmp_path, mean, "unchecked", check_batch_loss=False))
     assert checked > len(calls) == 2 * STEPS
+
+
+def test_a_run_leaves_no_hook_on_the_model_and_a_run_that_fails_neither(tmp_path):
+    models = []
+
+    def build():
+        models.append(build_mlp())
+        return models[-1]
+
+    train(make_run(tmp_path, ModelSpec(build=build)))
+    failing = dataclasses.replace(spoiled({2}), build=build)
+    with pytest.raises(NotFiniteTrainingError):
+        train(make_run(tmp_path, failing, "failing"))
+    hooks = [
+        handles for model in models for part in (*model.modules(), *model.parameters())
+        for name, handles in vars(part).items() if name.endswith("_hooks")
+    ] + [p._post_accumulate_grad_hooks for model in models for p in model.parameters()]  # fmt: skip
+    assert len(models) >= 2
+    assert not any(hooks)

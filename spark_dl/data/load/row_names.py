@@ -63,7 +63,7 @@ def describe_rows(shards: ShardSet, rows: Rows | SequenceRows, found: Ints) -> s
     if not len(found):
         return "none but padding"
     groups = np.unique(found[:, 0]).tolist()
-    most = max(2, _MOST_ROWS // min(len(groups), _MOST_GROUPS))
+    most = _MOST_ROWS // min(len(groups), _MOST_GROUPS)
     named = []
     for number in groups[:_MOST_GROUPS]:
         shard, group, _ = shards.shards.place_of(number)

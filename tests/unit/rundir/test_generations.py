@@ -29,6 +29,16 @@ def test_every_attempt_has_a_higher_number(tmp_path):
     assert generations.start_generation(run_dir, after=3) == 22
 
 
+def test_each_attempt_has_the_id_of_the_run_and_a_new_run_one_of_its_own(tmp_path):
+    ids = []
+    for name, given in (("a", None), ("a", None), ("a", "other"), ("b", "given"), ("b", None), ("c", None)):
+        generations.start_generation(str(tmp_path / name), run_id=given)
+        ids.append(generations.read_run_id(str(tmp_path / name)))
+    assert ids[0] == ids[1] == ids[2]
+    assert ids[3] == ids[4] == "given"
+    assert len({*ids}) == 3
+
+
 def test_drivers_that_take_each_number_are_an_error_that_names_them(tmp_path, monkeypatch):
     monkeypatch.setattr(generations, "_MAX_TRIES", 3)
     started = iter(range(1, 4))

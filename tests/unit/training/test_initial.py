@@ -107,3 +107,18 @@ def test_a_resumed_run_keeps_its_own_weights_and_the_columns_of_its_checkpoint(t
     assert begin(spec, "/gone", saved=saved) == (spec, saved.columns)
     without = dataclasses.replace(Config(), train=Train())
     assert initial.begin(spec, without, saved, "/other", overwrite=False) == (spec, saved.columns)
+
+
+def test_the_checksum_of_a_function_is_of_its_code_and_its_plain_data():
+    def made(value, default=1):
+        return lambda x, more=default: (x, value, more)
+
+    first = initial._checksum(made("a"))
+    assert initial._checksum(made("a")) == first
+    assert len({first, initial._checksum(made("b")), initial._checksum(made("a", 2)), initial._checksum(len)}) == 4
+    same = "a word"
+    assert [*initial._lines([same, same, 1], 0, set())] == ["list", "'a word'", "'a word'", "1"]
+    cycle = []
+    cycle.append(cycle)
+    assert [*initial._lines(cycle, 0, set())] == ["list"]
+    assert [*initial._lines({"b": (1,), "a": None}, 0, set())] == ["'a'", "None", "'b'", "tuple", "1"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from spark_dl.training.checks import Drift, find_drift, fingerprint
+from spark_dl.training.checks import Drift, ReplicaCheck, find_drift, fingerprint
 
 A, B = ("a", ""), ("b", "")
 
@@ -57,3 +57,18 @@ def test_F23_zeros_of_both_signs_differ_and_memory_formats_do_not():
 ])  # fmt: skip
 def test_F23_the_ranks_that_differ_from_most_are_named_with_the_first_tensor(found, expected):
     assert find_drift(found) == expected
+
+
+@pytest.mark.parametrize(("drift", "same_in", "checkpoint", "texts"), [
+    (Drift("w", [1], [0, 2], 3), 4, "/run/7", ["rank 1 on b has other bits of 'w' than ranks 0, 2. 3 tensor(s) differ",
+     ", which were the same in step 4. ", "the last checkpoint is /run/7"]),
+    (Drift("w", [1, 2], [0], 1), None, None, ["rank 1 on b and rank 2 on c have other bits of 'w' than rank 0. 1 te",
+     "differ. Something", "no checkpoint has been saved yet"]),
+    (Drift("w", [0, 1], [], 1), None, None, ["rank 0 on a and rank 1 on b have different bits of 'w', and which of"]),
+])  # fmt: skip
+def test_a_difference_is_told_with_its_ranks_hosts_and_the_last_checkpoint(drift, same_in, checkpoint, texts):
+    check = object.__new__(ReplicaCheck)
+    check._hosts, check._same_in = ["a", "b", "c"], same_in
+    told = check._explain(drift, 6, checkpoint)
+    assert told.startswith("the replicas of the model differ after step 6: ")
+    assert [text for text in texts if text not in told] == []

@@ -1,6 +1,8 @@
 """Rows on the disks of ranks: spilled in bounded memory, for this user alone, and gone however the process ends."""
 
+import base64
 import contextlib
+import io
 import json
 import os
 import signal
@@ -246,3 +248,13 @@ def test_a_part_travels_as_json():
     shard = Shard("0", (5,), 40, "a")
     part = PartitionResult(3, (None, (None, 2), (3,)), (0, 9, 15), (shard,), Changes(2, {"x": 2}, {}))
     assert PartitionResult.from_plain(json.loads(json.dumps(asdict(part)))) == part
+
+
+def test_a_row_for_padding_travels_as_text_and_is_never_unpickled():
+    row = [np.arange(3, dtype=np.int16), np.array("é"), np.array(2.5)]
+    found = local._unpack(json.loads(json.dumps(local._pack(row))))
+    assert [(cell.dtype, cell.tolist()) for cell in found] == [(cell.dtype, cell.tolist()) for cell in row]
+    pickled = io.BytesIO()
+    np.lib.format.write_array(pickled, np.array([{}], dtype=object), allow_pickle=True)
+    with pytest.raises(ValueError, match="allow_pickle"):
+        local._unpack([base64.b64encode(pickled.getvalue()).decode()])

@@ -69,6 +69,7 @@ def test_lists_of_96_bit_timestamps_with_nulls_are_instants(tmp_path):
     file = rebased(pq.ParquetFile(tmp_path / "a.parquet", coerce_int96_timestamp_unit="us"))
     found = file.read_row_group(0).column("a")
     assert found.type.value_type == pa.timestamp("us", "UTC")
+    assert found.type == pa.list_(pa.field("element", pa.timestamp("us", "UTC")))
     assert found.cast(times.type).to_pylist() == times.to_pylist()
 
 

@@ -177,6 +177,20 @@ def test_over_a_network_each_read_takes_its_time():
     assert inner.num_calls - before == len(names)
 
 
+@pytest.mark.parametrize(("chosen", "spans"), [
+    ([1, 1, 1, 1, 1], [[0, 1, 2], [3, 4]]), ([1, 0, 1, 0, 0], [[0, 2]]), ([0, 0, 1, 1, 0], [[2], [3]]),
+    ([0, 0, 0, 0, 1], [[4]]), ([0, 0, 0, 0, 0], []), ([1, 0, 0, 0, 1], [[0], [4]]),
+])  # fmt: skip
+def test_pages_with_small_gaps_between_them_are_one_read(chosen, spans):
+    gap = page_index._GAP_BYTES
+    sizes = np.array([100, gap, 50, 7, 9])
+    offsets = np.array([1000, 1100, 1100 + gap, 1150 + 2 * gap + 1, 1157 + 2 * gap + 1])
+    pages = page_index._Pages(offsets, sizes, np.arange(6) * 10)
+    assert pages.rows.tolist() == [10] * 5
+    assert (pages.ends[:2] == offsets[1:3]).all()
+    assert [span.tolist() for span in pages.spans(np.array(chosen, np.bool_))] == spans
+
+
 def test_a_page_that_is_all_null_is_ruled_out():
     values = np.arange(4000.0)
     whole = pa.table({"x": pa.array(values, mask=values >= 1000)})

@@ -6,10 +6,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from spark_dl import Data
+from spark_dl.data.columns.schema import Column
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.external.files import filter_rows
 from spark_dl.data.load.loader import ShardLoader
 from spark_dl.data.plan import Segment
+from spark_dl.data.read import shard_file
 from spark_dl.data.read.rows import Rows
 from spark_dl.data.read.shard_file import SLICE_BYTES
 from spark_dl.launch.failures.errors import is_retryable
@@ -247,3 +249,23 @@ def test_little_memory_is_needed_beside_what_is_decoded(tmp_path, request):
     settings = make_config(features=("x",), label="id", num_streams=1, global_batch_size=100)
     assert len(rows_of(shards, settings)["id"]) == 10_000
     assert arrow_peak() < 12 << 20
+
+
+@pytest.mark.parametrize(("shape", "rows", "most_values", "room"), [
+    ((None,), 3, 12, (12,)), ((None, 2, 3), 3, 12, (2, 2, 3)), ((4,), 3, 99, (3, 4)), ((), 3, 99, (3,)),
+])  # fmt: skip
+def test_the_room_to_decode_into_has_the_values_that_the_footer_gives(shape, rows, most_values, room):
+    taken = []
+
+    class Memory:
+        def take(self, shape, dtype):
+            taken.append((shape, dtype))
+            return np.zeros(shape, dtype)
+
+    column = Column("x", "float32", shape, "list" if shape else "scalar")
+    target = shard_file._target(column, rows, most_values, None, Memory())
+    assert taken == [(room, np.dtype("float32"))]
+    assert target.room_bytes == 4 * int(np.prod(room))
+    place = np.zeros((5, *column.inner), np.float32)
+    assert shard_file._target(column, rows, most_values, place, Memory()).room_bytes == place.nbytes
+    assert len(taken) == 1

@@ -78,6 +78,15 @@ def test_a_seed_draws_the_same_changes_and_none_that_is_listed(file, tmp_path, m
     assert len(draw("", 99, seed=1)) == len(everything) - 1
 
 
+def test_each_change_of_the_list_is_one_of_the_package_and_has_a_reason():
+    listed = [line.rpartition(" # ") for line in mutants.EQUIVALENT.read_text().splitlines() if line[0] != "#"]
+    assert all(name and reason for name, _, reason in listed)
+    files = {name.partition(": ")[0] for name, _, _ in listed}
+    assert {name for name, _, _ in listed} - {
+        each.name for path in files for each in mutants_of(mutants.ROOT / path)
+    } == set()
+
+
 def test_a_module_is_tested_by_the_files_of_its_name_or_those_that_are_listed():
     assert own_tests("spark_dl/data/columns/ragged.py") == ["tests/unit/data/columns/test_ragged.py"]
     assert own_tests("spark_dl/world.py") == ["tests/ranks/test_leaving.py"]

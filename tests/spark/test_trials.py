@@ -254,9 +254,10 @@ def test_param_maps_that_need_other_rows_and_one_that_fails_are_errors(spark, po
 def test_B21_jobs_of_several_threads_wait_for_each_other_where_the_slots_do_not_suffice(spark, monkeypatch, caplog):
     """As CrossValidator(parallelism=2) starts them; the second one has no slots until after its time limit."""
     monkeypatch.setattr(barrier, "_SAY_AFTER_S", 1.0)
-    settings = Launch(num_ranks=3, start_timeout_s=3.0)
+    settings = Launch(num_ranks=3, start_timeout_s=6.0)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(spark_dl.launch, time.sleep, 4.5, settings=settings, spark=spark) for _ in range(2)]
+        jobs = [pool.submit(spark_dl.launch, time.sleep, 7.5, settings=settings, spark=spark) for _ in range(2)]
         assert [job.result(60) for job in jobs] == [[None] * 3] * 2
     said = "0 of 3 ranks have started; waiting for task slots: other ranks of this application run"
-    assert [record.message for record in caplog.records] == [said]
+    # On a busy machine another one says that ranks take their time to reach the driver.
+    assert [record.message for record in caplog.records if record.message.startswith("0 of 3")] == [said]

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import SGD, lr_scheduler
 
 from spark_dl import Config, Launch, ModelSpec, Optimization, Train
+from spark_dl.optimization import check_parameters
 from spark_dl.parallel.trainable import build_optimization
 from spark_dl.training.optimizer_settings import RateSchedule
 
@@ -135,3 +136,9 @@ def plateau_by_steps():
 def test_what_is_no_optimization_is_an_error_that_says_why(make, fact):
     with pytest.raises(ValueError, match=rf"spec\.optimizer: .*{fact}"):
         build(lambda model: make())
+
+
+def test_an_optimizer_without_a_parameter_to_train_is_an_error():
+    frozen = torch.nn.Linear(1, 1).requires_grad_(False)
+    with pytest.raises(ValueError, match="spec.optimizer: no parameter of the optimizer requires a gradient"):
+        check_parameters(torch.optim.SGD(frozen.parameters(), lr=0.1), frozen)

@@ -9,7 +9,7 @@ from torch import nn
 
 from spark_dl import Config, Data, ModelSpec, Sequences, Train, import_object
 from spark_dl.parallel.loss import row_losses, weighted_loss_sum
-from spark_dl.spec import build_loss
+from spark_dl.spec import build_loss, check_spec
 
 OUTPUT, TARGET = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 3.0]]), torch.tensor([0, 0, 1])
 PER_ROW = nn.functional.cross_entropy(OUTPUT, TARGET, reduction="none")
@@ -326,3 +326,30 @@ def test_a_loader_has_a_function_to_call_only_if_the_spec_has_one():
     assert augmenting.prepare_in_loader() is None  # in an evaluation nothing is augmented
     drawn = [augmenting.prepare_in_loader(3)(batch, (0, step))["x"].tolist() for step in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_metric_that_cannot_be_called_and_a_loss_with_parameters_are_errors():
+    with pytest.raises(ValueError, match=r"spec.metrics\['top'\]: expected a function or a class of .*, found 3"):
+        ModelSpec(build=build, metrics={"top": 3})
+    with pytest.raises(ValueError, match=r"^spec.loss: PReLU has the parameter 'weight', which no optimizer"):
+        check_spec(ModelSpec(build=build, loss=nn.PReLU()))
+    with pytest.raises(ValueError, match="^spec: expected a spark_dl.ModelSpec, found a Linear"):
+        check_spec(nn.Linear(1, 1))
+
+
+def test_weights_without_values_are_an_error():
+    def on_meta():
+        with torch.device("meta"):
+            return nn.Linear(1, 1)
+
+    with pytest.raises(ValueError, match=r"^spec.build: expected weights with values, found 'weight' on the"):
+        ModelSpec(build=on_meta).build_to_train()
+
+
+def test_an_output_that_has_no_names_needs_a_function_that_gives_them():
+    spec = ModelSpec(build=build)
+    assert [*spec.predictions([OUTPUT, OUTPUT])] == ["prediction_0", "prediction_1"]
+    assert [*spec.predictions({"a": OUTPUT, "b": "text"})] == ["a"]
+    for output in (3, [OUTPUT, 3]):
+        with pytest.raises(ValueError, match=r"^spec.predict: the model returns .*, expected a tensor, or"):
+            spec.predictions(output)

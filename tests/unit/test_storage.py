@@ -278,3 +278,11 @@ def test_a_file_system_is_opened_at_its_root(monkeypatch, url, root):
     storage.resolve(url)
     storage._filesystem.cache_clear()
     assert opened == [root]
+
+
+def test_a_name_that_fsspec_takes_for_a_pattern_is_not_deleted():
+    for name in ("a*b", "a%3Fb", "a[b]"):
+        storage.write_bytes(f"memory://host/patterns/{name}/x", b"1")
+        with pytest.raises(ValueError, match=r"cannot delete memory://host/patterns/.*: fsspec would use"):
+            storage.delete(f"memory://host/patterns/{name}/x")
+        assert storage.read_bytes(f"memory://host/patterns/{name}/x") == b"1"

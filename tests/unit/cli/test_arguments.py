@@ -93,3 +93,19 @@ def test_help_lists_every_strategy_with_a_line_for_each_of_its_settings(monkeypa
     for name in strategies.names():
         assert found[name] == {key for key in config_keys(name) if key.startswith("parallel.")} - {"parallel.strategy"}
     assert "    --parallel.tree_depth (default: 2)  Levels of `treeReduce`." in lines
+
+
+def test_where_the_rows_come_from_is_said_by_the_settings(tmp_path):
+    class Spark:
+        def table(self, name):
+            return f"table {name}"
+
+    assert arguments.read_datasets(Spark(), arguments.Input(table="t")) == {"train": "table t"}
+    with pytest.raises(ValueError, match="^input: expected a path, a table, a function or datasets, found none"):
+        arguments.read_datasets(Spark(), arguments.Input())
+    (tmp_path / "rows_of_mine.py").write_text("def rows(spark):\n    return [1]\n")
+    with pytest.raises(ValueError, match=r"^input.function: expected a function .*, it returned \[1\]"):
+        arguments.read_datasets(Spark(), arguments.Input(function=f"{tmp_path}/rows_of_mine.py:rows"))
+    assert arguments.dataset({"train": 1}, "train") == 1
+    with pytest.raises(ValueError, match=r"no dataset 'test' among \['train'\]; add it to input.sql"):
+        arguments.dataset({"train": 1}, "test")

@@ -291,3 +291,8 @@ def test_cleaning_a_store_leaves_files_that_are_not_ours(tmp_path):
     (folder / "notes.txt").write_text("theirs")
     assert store.clean_store(str(tmp_path / "store"), ttl_days=0)["deleted"] == 1
     assert os.listdir(folder) == ["notes.txt"]
+
+
+def test_resume_and_overwrite_exclude_each_other(tmp_path):
+    with pytest.raises(ValueError, match="resume and overwrite exclude each other"):
+        run_folder.begin_attempt(str(tmp_path), Config(), resume=True, overwrite=True)

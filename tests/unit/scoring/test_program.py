@@ -449,3 +449,15 @@ def test_shapes_are_arithmetic(text):
 def test_S03_other_text_as_a_shape_is_refused(text):
     with pytest.raises(program._RefusedError, match="which is not arithmetic"):
         program._check_expression("f", text)
+
+
+@pytest.mark.parametrize("text", ["[1, []]", '[1, {"type": null}]', "3", '[1, {"children_spec": [3], "type": null}]'])
+def test_a_tree_of_outputs_that_is_damaged_is_refused(text):
+    with pytest.raises(program._RefusedError, match="the outputs has inputs or outputs that are damaged"):
+        program._check_tree("the outputs", text)
+    program._check_tree("the outputs", '[1, {"type": null, "context": null, "children_spec": []}]')
+
+
+def test_a_graph_with_classes_of_its_own_is_refused():
+    with pytest.raises(program._RefusedError, match="the graph has classes of its own"):
+        program._check("the graph", {"treespec_namedtuple_fields": {"Point": ["x"]}})

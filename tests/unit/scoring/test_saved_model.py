@@ -241,3 +241,9 @@ def test_damaged_and_foreign_files_are_refused(tmp_path):
         damage(folder)
         with pytest.raises(ValueError, match=match):
             load_model(folder)
+
+
+def test_a_saved_model_has_no_loss(tmp_path):
+    write_saved_model(tmp_path / "m", build_mlp(), ModelSpec(build=build_mlp), CONFIG, COLUMNS)
+    with pytest.raises(RuntimeError, match="a saved model has no loss; evaluate the checkpoint"):
+        read_saved_model(tmp_path / "m").spec.loss(torch.ones(1), torch.ones(1))

@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from spark_dl import import_object
+from spark_dl.launch.code import payload
 from spark_dl.launch.code.payload import pack_call, pack_result, unpack_call, unpack_result
 
 PLAIN = [
@@ -440,3 +441,11 @@ def test_a_cached_function_of_the_main_module_comes_with_an_empty_cache(tmp_path
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "('A', 'A', 1, 3)"
+
+
+@pytest.mark.parametrize("value", [
+    torch.ones(2, 2).to_sparse(), torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+])  # fmt: skip
+def test_a_tensor_that_is_sparse_or_quantized_is_not_returned(value):
+    with pytest.raises(TypeError, match=r"cannot return a sparse or quantized tensor from a rank; make it dense"):
+        payload._to_tree({"a": value}, "result", [])

@@ -1,6 +1,7 @@
 """Datasets that are there already: what is asked of them, and which settings would do nothing for them."""
 
 import contextlib
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_dl import Data, Shards, read_shards
+from spark_dl import Data, Shards, inputs, read_shards
+from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.ragged import Ragged
+from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.manifest import crc32_of
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.load.loader import ShardLoader
@@ -238,3 +241,13 @@ def test_a_mixture_has_a_share_for_each_dataset(proportions, data, found):
         ValueError, match=f"loader.proportions: expected a share for each dataset, found .* for {found}"
     ):
         check_mixture(asked(proportions=proportions), data)
+
+
+def test_weights_that_are_stored_as_integers_of_their_decimals_are_refused():
+    column = Column("w", "int64", (), "scalar", Encoding("decimal", scale=2, source_type="decimal(9,2)"))
+    inputs._check_weight([column], "x")
+    inputs._check_weight([dataclasses.replace(column, encoding=Encoding("decimal", scale=0))], "w")
+    with pytest.raises(
+        ValueError, match=r"data.weight: the column 'w' is stored as integers, its decimals times 10\^2"
+    ):
+        inputs._check_weight([column], "w")

@@ -53,3 +53,10 @@ def test_a_mesh_of_data_ranks_alone_needs_no_model():
 def test_experts_that_can_be_divided_change_no_setting():
     config = make_config(num_ranks=4, parallel=Mesh(experts=2))
     assert fit_mesh(ModelSpec(build=lambda: MoE(4, 6)), None, config, None) == config
+
+
+def test_an_evaluation_of_the_user_s_own_does_not_go_with_tensor_ranks():
+    spec = ModelSpec(build=lambda: nn.Sequential(nn.Linear(4, 4)), evaluation=object)
+    config = make_config(num_ranks=2, parallel=Mesh(tensor=2))
+    with pytest.raises(ValueError, match="spec.evaluation: not supported with parallel.tensor=2, where several ranks"):
+        fit_mesh(spec, None, config, None)

@@ -1,11 +1,15 @@
 """What the driver finds in settings, specs and arguments before it looks at the data."""
 
+import types
+
 import pytest
 import torch
 from torch import nn
 
 from spark_dl import Config, Train
 from spark_dl.checks.settings import check_settings
+from spark_dl.config import strategies
+from spark_dl.config.checks import SettingError
 from spark_dl.training.optimizer_settings import check_optimization
 from tests.builders.models import MLP, build_mlp
 
@@ -75,3 +79,15 @@ def test_B25_every_scheduler_passes_with_the_arguments_that_it_takes(name):
     before = torch.random.get_rng_state()
     check_optimization(config)
     assert torch.equal(torch.random.get_rng_state(), before), "the driver's generator stays as it was"
+
+
+@pytest.mark.parametrize(("train", "has_validation", "message"), [
+    ({"early_stop_metric": "top"}, True, r"train.early_stop_metric: expected one of \['loss'\], found 'top'"),
+    ({"early_stop_metric": "loss"}, False, "train.early_stop_metric: needs validation rows; set train.validation_fra"),
+])  # fmt: skip
+def test_a_metric_to_stop_by_is_one_of_the_validation_rows(monkeypatch, train, has_validation, message):
+    config = Config(train=Train(**train))
+    # What a strategy asks of Spark is not asked here.
+    monkeypatch.setattr(strategies, "find", lambda name: types.SimpleNamespace(check=lambda spark, config: None))
+    with pytest.raises(SettingError, match=message):
+        check_settings(None, MLP, config, has_validation=has_validation)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from spark_dl import Config, Data, Launch, Loader, ModelSpec, Sequences
+from spark_dl import Config, Data, Launch, Loader, ModelSpec, Sequences, save_model
 from spark_dl.data.columns.ragged import from_lengths
 from spark_dl.data.columns.schema import Column
 from spark_dl.launch.rank.rendezvous import join
@@ -289,3 +289,11 @@ def test_a_worker_keeps_the_last_two_models(monkeypatch):
     assert loaded_model(known, b"1", torch.device("cpu")) is first
     assert loaded_model(known, b"2", torch.device("cpu")) is not second
     assert len(scorers._loaded) == 2
+
+
+def test_a_model_is_saved_with_a_checkpoint_or_with_settings_and_rows(save, tmp_path):
+    url = save(1, 1.0)
+    for options in ({"config": CONFIG}, {"data": "/data"}):
+        with pytest.raises(ValueError, match="config, data: expected only without a checkpoint, which has its own"):
+            save_model(tmp_path / "m", SPEC, url, **options)
+    assert not (tmp_path / "m").exists()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from spark_dl import ParameterServer
 from spark_dl.baselines.servers.block import shares_of
 from spark_dl.baselines.servers.deal import MiniBatch, MiniBatchQueue, deal_again
+from spark_dl.baselines.servers.lead import Roles
 from spark_dl.baselines.servers.rules import Coordinator, Gradient, UpdateRules, rules_of
 
 MODES = ("sync", "k_sync", "k_batch_sync", "async", "k_async", "k_batch_async")
@@ -351,3 +352,10 @@ def test_with_a_learning_rate_by_staleness_each_gradient_has_its_own():
 def test_the_rules_of_each_mode(mode, expected):
     assert rules(mode, 4, k=2) == expected
     assert rules(mode, 4).k == {"async": 1}.get(mode, 4)
+
+
+@pytest.mark.parametrize("num_servers", [2, 3])
+def test_a_rank_must_be_left_to_train(num_servers):
+    with pytest.raises(ValueError, match=f"parallel.num_servers: found {num_servers}, expected fewer than the 2 ranks"):
+        Roles(0, 2, num_servers)
+    assert Roles(0, 2, 1).num_servers == 1

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from spark_dl import Data
+from spark_dl.data.columns import images
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.images import OtherSizeError, image_shape, read_image
 from tests.builders.images import other, pixels, png, turned
@@ -142,3 +143,8 @@ def test_a_jpeg_that_was_cut_off_is_found_by_its_end(cut):
     with pytest.raises(ValueError, match="a cell that is not a PNG or JPEG image .*truncated"):
         image_shape(file[:-cut])
     assert image_shape(file + b"after its end") == (40, 40, 3)  # as some cameras write
+
+
+def test_an_image_of_another_mode_has_no_pixels_to_read():
+    with pytest.raises(ValueError, match="an image of mode CMYK, expected gray levels or RGB"):
+        images._pixels(Image.new("CMYK", (2, 2)))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from spark_dl.parallel.modules import ModuleState, module_state_kept
+from spark_dl.parallel.modules import CpuSyncBatchNorm, ModuleState, module_state_kept
 
 
 class Counting(nn.Module):
@@ -66,3 +66,9 @@ def test_modes_and_parameters_are_no_state_of_this_kind():
         model[0].weight.add_(1)
         model[1].running_mean.add_(1)
     assert state.changed_unsaved() == []
+
+
+def test_a_batchnorm_over_ranks_takes_rows_and_channels():
+    norm = CpuSyncBatchNorm(3)
+    with pytest.raises(ValueError, match=r"BatchNorm takes \[rows, channels, ...\], found the shape \(3,\)"):
+        norm(torch.ones(3))

@@ -4,6 +4,7 @@ import dataclasses
 import html.parser
 import json
 import re
+import sys
 
 import numpy as np
 import optuna
@@ -15,6 +16,7 @@ from spark_dl.rundir import generations
 from spark_dl.spec import Run
 from spark_dl.trials.rank import split_values
 from spark_dl.trials.study import Goal, StudyTrials, best_value, direction_of, results_of, take_up
+from spark_dl.trials.tune import import_optuna
 from tests.builders.models import MLP
 from tests.builders.settings import make_config
 
@@ -372,3 +374,9 @@ def test_R25_other_choices_than_those_of_the_study_are_one_error(tmp_path):
     with pytest.raises(ValueError, match=r"^suggest: it chooses from other values than the trials that the study has"):
         resumed.prepare()
     assert len(results_of(study, str(tmp_path), BASE)) == 1, "the trial that could not begin does not count"
+
+
+def test_without_optuna_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)  # as where it is not installed
+    with pytest.raises(ModuleNotFoundError, match=r"tune needs Optuna on the driver: pip install 'spark_dl\[optuna\]'"):
+        import_optuna()

@@ -4,7 +4,9 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from spark_dl import DDP
 from spark_dl.parallel.exchange.compression import (
     add_above,
     add_largest,
@@ -14,6 +16,8 @@ from spark_dl.parallel.exchange.compression import (
     take_above,
     take_largest,
 )
+from spark_dl.parallel.exchange.exchange import build_exchange
+from spark_dl.world import World
 
 SIZES = [1, 2, 3, 7, 64, 1000, 70_001]
 
@@ -110,3 +114,11 @@ def test_columns_become_orthonormal_whatever_they_were(matrix):
     torch.testing.assert_close(
         q.T.float() @ q.float(), torch.eye(2), atol=0.02 if q.dtype != torch.float32 else 1e-5, rtol=0
     )
+
+
+@pytest.mark.parametrize("compression", ["threshold", "topk", "powersgd"])
+def test_complex_weights_are_not_compressed(compression):
+    model = torch.nn.Linear(1, 1, dtype=torch.complex64)
+    world = World(0, 1, 0, 1, "host", torch.device("cpu"), dist.HashStore())
+    with pytest.raises(ValueError, match=f"parallel.compression: found '{compression}' with complex weights .'weight'"):
+        build_exchange(model, world, DDP(compression=compression), timeout_s=5)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from spark_dl.parallel.mesh.tensor.functions import map_input
 from spark_dl.parallel.mesh.tensor.plan import resolve_tensor_plan
 from spark_dl.parallel.mesh.tensor.sequence import find_stacks
 from spark_dl.parallel.mesh.tensor.words import Cut, cuts, take
@@ -215,3 +216,13 @@ def test_packed_projections_are_cut_each_by_itself():
     assert boxes == (((4, 0), (4, 8)), ((12, 0), (4, 8)), ((20, 0), (4, 8)))
     q, k, v = attention.in_proj_weight.chunk(3)
     assert torch.equal(take(attention.in_proj_weight, boxes), torch.cat([q[4:], k[4:], v[4:]]))
+
+
+def test_the_input_of_a_layer_is_its_first_tensor_and_no_tensor_is_an_error():
+    x = torch.ones(2)
+    assert map_input(lambda x: x + 1, (x, 3), {"y": 4})[0][0].tolist() == [2, 2]
+    args, kwargs = map_input(lambda x: x + 1, (), {"flag": 1, "x": x})
+    assert (args, kwargs["flag"], kwargs["x"].tolist()) == ((), 1, [2, 2])
+    for args, kwargs in (((), {}), ((3,), {"x": x}), ((), {"flag": 1})):
+        with pytest.raises(ValueError, match="expected a tensor as the first argument, found"):
+            map_input(lambda x: x, args, kwargs)

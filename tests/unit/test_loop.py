@@ -212,6 +212,21 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_its_step_and_the_last_check
     assert [saved.step for saved in checkpoint.list_checkpoints(run.run_dir)] == [3]
 
 
+def test_an_error_that_an_earlier_step_has_caused_names_that_step(tmp_path):
+    """Before the next log line ranks have not compared what they found, and user code fails at what it gets."""
+    count = iter(range(1, 99))
+
+    def loss(output, label):
+        number = next(count)
+        if number == 3:
+            raise RuntimeError("a loss that takes no NaN")
+        return F.cross_entropy(output, label, reduction="none") * (math.nan if number == 2 else 1)
+
+    with pytest.raises(NotFiniteTrainingError, match="step 2") as caught:
+        train(make_run(tmp_path, ModelSpec(build=build_mlp, loss=loss), log_every=50))
+    assert str(caught.value.__cause__) == "a loss that takes no NaN"
+
+
 def test_a_run_goes_back_to_its_checkpoint_and_leaves_out_the_step(tmp_path):
     run = make_run(tmp_path, spoiled({5}), on_nonfinite="rollback", max_nonfinite=2)
     result = train(run)

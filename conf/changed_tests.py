@@ -5,6 +5,7 @@ Tests mirror the package: `spark_dl/a/b.py` is tested in `tests/unit/a/test_b.py
 `tests/benchmarks/a`.
 """
 
+import functools
 import re
 import subprocess
 import sys
@@ -14,8 +15,9 @@ TESTS = {"spark_dl": Path("tests/unit"), "benchmarks": Path("tests/benchmarks")}
 """The folder with the unit tests of each package."""
 
 
+@functools.cache
 def listed_tests() -> dict[str, list[str]]:
-    """The test files below `tests/` of each module below `spark_dl/` whose tests have another name than it has."""
+    """The test files below `tests/` of each module below `spark_dl/` that `tests/README.md` lists."""
     _, _, table = Path("tests/README.md").read_text().partition("## Modules whose tests have another name")
     listed = {}
     for modules, tests in re.findall(r"^\| (`.*`) \| (`.*`) \|$", table, re.MULTILINE):
@@ -38,9 +40,8 @@ def tests_of(changed: str) -> list[Path]:
     if path.name != "__init__.py":  # `test_storage_owner.py` beside the folder, for `storage/owner.py`
         joined = folder.parent / f"test_{folder.name}_{path.name}"
         named = named if named.exists() or not joined.exists() else joined
-    listed = [Path("tests", test) for test in listed_tests().get("/".join(path.parts[1:]), [])]
-    of_units = [test for test in listed if test.is_relative_to(top)]
-    if of_units and path.parts[0] == "spark_dl":
+    listed = listed_tests().get("/".join(path.parts[1:]), []) if path.parts[0] == "spark_dl" else []
+    if of_units := [Path("tests", test) for test in listed if test.startswith("unit/")]:
         return of_units
     found = [test for test in (named, folder) if test.exists() and test != top][:1]
     # A file without tests of its own is tested by those of the files that import it.

@@ -236,6 +236,11 @@ class Copy:
             if (ROOT / name).exists():
                 (self.path / name).symlink_to((ROOT / name).resolve())
 
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment in which processes find the package of the copy, and no GPU."""
+        return {**os.environ, "PYTHONPATH": str(self.path), "PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
+
     def notices(self, mutant: Mutant, tests: Sequence[str], timeout_s: float) -> bool:
         """Whether one of the tests fails, or does not end, with the change."""
         file = self.path / mutant.path
@@ -250,10 +255,9 @@ class Copy:
         """Runs tests. Those that do not end in time are killed, with what they have started."""
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
                    "-m", "not slow and not long", *tests]  # fmt: skip
-        env = {**os.environ, "PYTHONPATH": str(self.path), "PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
         quiet = subprocess.DEVNULL
         with subprocess.Popen(
-            command, cwd=self.path, env=env, stdout=quiet, stderr=quiet, start_new_session=True
+            command, cwd=self.path, env=self.env, stdout=quiet, stderr=quiet, start_new_session=True
         ) as process:
             _running.add(process)
             try:

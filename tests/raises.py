@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import os
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,7 @@ LISTED = ROOT / "tests" / "raises.txt"
 
 
 def raises_of(source: str) -> Iterator[tuple[int, int, str]]:
-    """Yields the line of each `raise`, the bytes before it there, and its text.
+    """Yields the line of each `raise`, its offset in that line in bytes, and its text.
 
     One that raises again what was caught is none of its own.
     """
@@ -87,12 +86,13 @@ def run_tests(folder: str, tests: Sequence[str]) -> set[str]:
     copy = Copy(str(at))
     for path, source in sources_of(at).items():
         (at / path).write_text(noting(source, path, str(notes)))
-    env = {**os.environ, "PYTHONPATH": str(copy.path), "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests], env=env, cwd=at, check=False)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests]
+    subprocess.run(command, env=copy.env, cwd=at, check=False)
     return {*notes.read_text().split()}
 
 
 def sources_of(root: Path) -> dict[str, str]:
+    """Returns the files of the package, by their path below `root`."""
     return {str(path.relative_to(root)): path.read_text() for path in sorted((root / "spark_dl").rglob("*.py"))}
 
 

@@ -558,6 +558,8 @@ def test_each_module_has_a_test_file_of_its_name_or_the_list_says_which():
     others = {n for n in MODULES if not n.endswith("__init__.py") and f"test_{Path(n).stem}" not in of_tests}
     assert others - {*listed} == set()
     assert {*listed} - {*MODULES} == set()
+    of_one_name = {n for n, tests in listed.items() if tests == [f"unit/{Path(n).with_name(f'test_{Path(n).name}')}"]}
+    assert of_one_name == set()  # whose name says it
     assert [test for tests in listed.values() for test in tests if not (ROOT / "tests" / test).is_file()] == []
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import importlib
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -186,7 +186,7 @@ def _rows_of(values: Any, rows: Tensor) -> Any:
         return chosen.float() if chosen.is_floating_point() else chosen
     if isinstance(values, Mapping):
         return {key: _rows_of(value, rows) for key, value in values.items()}
-    return [_rows_of(v, rows) for v in values] if isinstance(values, Sequence) else values
+    return [_rows_of(v, rows) for v in values] if isinstance(values, list | tuple) else values  # and not text
 
 
 def _plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric
 
 from spark_dl import Config, Data, ModelSpec, Train
 from spark_dl.training.row_metrics import RowMetric, ask, build_metric, build_metrics, decide, take_up
@@ -79,6 +79,28 @@ def test_the_label_and_the_output_are_those_of_the_settings():
         build_metric("cost", error, "label").update({"price": SCORES}, batch)
     with pytest.raises(ValueError, match=r"train.metrics.cost.output: found 'cost', the model's output has a Tensor"):
         build_metric("cost", error, "label").update(SCORES, batch)
+
+
+class Seen(Metric):
+    """Keeps what it gets."""
+
+    def update(self, output, batch):
+        self.seen = output, batch
+
+    def compute(self):
+        return torch.zeros(())
+
+
+def test_a_metric_without_a_label_gets_the_true_rows_of_all_that_the_model_and_the_batch_have():
+    spec = ModelSpec(build=nn.Identity, batch_loss=lambda model, batch: 0.0, metrics={"seen": Seen})
+    (metric,) = build_metrics(spec, Config(data=Data(label=None), train=Train()))
+    whole, words = torch.ones(2), ["of", "the", "batch", "!"]
+    metric.update({"a": SCORES.double(), "more": (BATCH["label"], whole)}, {**BATCH, "text": words})
+    output, batch = metric.metric.seen
+    assert torch.equal(output["a"], SCORES[:3])
+    assert output["a"].dtype == torch.float32
+    assert [each.tolist() for each in output["more"]] == [[0, 1, 0], [1.0, 1.0]]
+    assert (batch["label"].tolist(), batch["weight"].tolist(), batch["text"]) == ([0, 1, 0], [1.0, 2.0, 0.5], words)
 
 
 RAGGED = {"label": torch.tensor([[0, 1], [2, 0]]), "label_mask": torch.tensor([[True, True], [True, False]]),

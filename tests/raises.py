@@ -22,6 +22,8 @@ from tests.mutants import Copy
 
 ROOT = Path(__file__).resolve().parent.parent
 LISTED = ROOT / "tests" / "raises.txt"
+_SLASH = "!"
+"""In names of notes."""
 
 
 def raises_of(source: str) -> Iterator[tuple[int, int, str]]:
@@ -35,17 +37,24 @@ def raises_of(source: str) -> Iterator[tuple[int, int, str]]:
 
 
 def noting(source: str, path: str, notes: str) -> str:
-    """Returns the source, each `raise` of which first appends its path and line to the file `notes`.
+    """Returns the source, each `raise` of which first makes a file in the folder `notes`, named by path and line.
 
     It is a statement of the same line, which imports nothing, as some processes find the package and nothing else. It
-    has names of its own: with those of the function, what they refer to would live as long as the error.
+    has names of its own: with those of the function, what they refer to would live as long as the error. The file is
+    empty, as some processes may write no more to any file.
     """
     lines = [line.encode() for line in source.splitlines(keepends=True)]
     for number, start, _ in sorted(raises_of(source), reverse=True):
-        note = f"try:\n with open({notes!r}, 'a') as f: f.write('{path}:{number}\\n')\nexcept OSError: pass"
+        file = f"{notes}/{path.replace('/', _SLASH)}:{number}"
+        note = f"try: open({file!r}, 'a').close()\nexcept OSError: pass"
         line = lines[number - 1]
         lines[number - 1] = line[:start] + f"exec({note!r}, {{}}); ".encode() + line[start:]
     return b"".join(lines).decode()
+
+
+def noted(notes: Path) -> set[str]:
+    """Returns path and line of each `raise` that was noted."""
+    return {file.name.replace(_SLASH, "/") for file in notes.iterdir()}
 
 
 def unreached(sources: Mapping[str, str], reached: set[str]) -> list[tuple[str, int, str]]:
@@ -81,14 +90,16 @@ def read_listed(text: str) -> dict[str, str]:
 def run_tests(folder: str, tests: Sequence[str]) -> set[str]:
     """Runs tests in a copy below `folder`, and returns path and line of each `raise` that was reached."""
     notes, at = Path(folder, "reached"), Path(folder, "copy")
-    notes.touch(0o666)
     at.mkdir()
+    notes.mkdir()
+    notes.chmod(0o777)  # some tests raise errors as another user
+    Path(folder).chmod(0o711)
     copy = Copy(str(at))
     for path, source in sources_of(at).items():
         (at / path).write_text(noting(source, path, str(notes)))
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests]
     subprocess.run(command, env=copy.env, cwd=at, check=False)
-    return {*notes.read_text().split()}
+    return noted(notes)
 
 
 def sources_of(root: Path) -> dict[str, str]:

@@ -1,11 +1,12 @@
 """The program that lists errors which no test reaches."""
 
+import shutil
 import subprocess
 
 import pytest
 
 from tests import mutants
-from tests.raises import judged, noting, raises_of, read_listed, run_tests, unreached
+from tests.raises import judged, noted, noting, raises_of, read_listed, run_tests, unreached
 
 SOURCE = """from __future__ import annotations
 def first(x):
@@ -33,10 +34,11 @@ def test_each_error_is_found_with_its_lines_but_for_those_that_are_passed_on():
 
 def test_an_error_is_what_it_was_and_its_line_is_noted(tmp_path):
     notes = tmp_path / "notes"
-    noted = noting(SOURCE, "a.py", str(notes))
-    assert noted.count("\n") == SOURCE.count("\n")
+    notes.mkdir()
+    changed = noting(SOURCE, "spark_dl/a.py", str(notes))
+    assert changed.count("\n") == SOURCE.count("\n")
     defined = {}
-    exec(compile(noted, "a.py", "exec"), defined)
+    exec(compile(changed, "a.py", "exec"), defined)
     for x, error, line in ((1, LookupError, 3), (7, ValueError, 5)):
         with pytest.raises(error) as caught:
             defined["first"](x)
@@ -44,11 +46,10 @@ def test_an_error_is_what_it_was_and_its_line_is_noted(tmp_path):
         assert caught.traceback[-1].locals == {"x": x}
     with pytest.raises(ZeroDivisionError):
         defined["first"](0)
-    reached = {*notes.read_text().split()}
-    assert reached == {"a.py:3", "a.py:5"}
-    assert [line for _, line, _ in unreached({"a.py": SOURCE}, reached)] == [14]
-    notes.unlink()
-    notes.mkdir()  # and cannot be written
+    reached = noted(notes)
+    assert reached == {"spark_dl/a.py:3", "spark_dl/a.py:5"}
+    assert [line for _, line, _ in unreached({"spark_dl/a.py": SOURCE}, reached)] == [14]
+    shutil.rmtree(notes)  # and cannot be written
     with pytest.raises(LookupError):
         defined["first"](1)
 

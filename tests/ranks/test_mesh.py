@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from spark_dl import Launch, Mesh, ModelSpec
+from spark_dl import Auto, Launch, Mesh, ModelSpec
 from spark_dl.data.load.build import build_loader
 from spark_dl.evaluate import load_model
 from spark_dl.launch.rank import rendezvous
@@ -287,6 +287,38 @@ def test_parameters_that_no_rank_has_used_stay_as_they_are(tmp_path, zero, num_r
     train = {"optimizer_args": optimizer, "accumulation_steps": 2}
     config = small_config(num_ranks, train=train, parallel=parallel)
     assert_same_training(tmp_path, config, 480, spec=UNUSED)
+
+
+class WithMore(nn.Sequential):
+    """Keeps something that is not a tensor in its state."""
+
+    def get_extra_state(self):
+        return {"calls": 1}
+
+    def set_extra_state(self, state):
+        pass
+
+
+class Counting(torch.optim.SGD):
+    """Keeps something that is not a tensor in the state of each parameter."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["calls"] = self.state[parameter].get("calls", 0) + 1
+
+
+@pytest.mark.parametrize(("spec", "parallel", "expected"), [
+    (ModelSpec(build=lambda: WithMore(*build_mlp())), Mesh(zero_stage=1),
+     r"spec.build: the model has a state that is not a tensor, '_extra_state', which parallel.strategy='mesh' cannot"),
+    (ModelSpec(build=build_mlp, optimizer=lambda model: Counting(model.parameters(), lr=0.1)), Mesh(),
+     r"train.optimizer: the state 'calls' of Counting is not a tensor, which parallel.strategy='mesh' cannot save"),
+    (ModelSpec(build=build_mlp), Auto(),
+     r"parallel.strategy: found 'auto' on a rank; spark_dl.train plans the mesh on the driver"),
+], ids=["model", "optimizer", "no plan"])  # fmt: skip
+def test_what_a_mesh_cannot_train_or_save_is_an_error(tmp_path, spec, parallel, expected):
+    with pytest.raises(RankFailed, match=expected):
+        train(make_run(tmp_path, small_config(2, parallel=parallel), spec=spec))
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])

@@ -288,6 +288,8 @@ def test_what_is_no_dataset_is_an_error_that_says_what_to_pass(tmp_path, url):
     rows = RankRows(spark_dl.read_shards(url), RowSettings(data=DATA))
     with pytest.raises(ValueError, match="pass these to run_on_dataframe"):
         spark_dl.open_dataset(rows, DATA, batch_size=4)
+    with pytest.raises(ValueError, match="open_dataset: drop_last: expected false for the rows of run_on_dataframe"):
+        spark_dl.open_dataset(rows, batch_size=4, drop_last=True)
     with pytest.raises(ValueError, match="num_streams"):
         spark_dl.open_dataset(url, DATA, batch_size=4, loader=Loader(num_streams=0))
 

@@ -370,7 +370,6 @@ def label_too_large(step, micro_batches):
     return [{**batch, "label": batch["label"] + 5} for batch in micro_batches]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("change", "ranks", "message"),
     [
@@ -392,6 +391,27 @@ def test_an_error_is_that_of_the_user_and_not_of_the_schedule(change, ranks, mes
         run_ranks(fail_rank, 2, Case(), change)
     assert str(caught.value).count(f"ValueError: {message}") == ranks
     assert "failed to run forward" not in str(caught.value)
+
+
+class Rounded(nn.Module):
+    """Passes on whole numbers, such as indices of words."""
+
+    def forward(self, value):
+        return value.round().long()
+
+
+def build_with_a_stage_that_passes_on_whole_numbers():
+    return nn.Sequential(nn.Linear(4, 4), Rounded(), nn.Embedding(50, 4), nn.Linear(4, 3))
+
+
+def test_a_boundary_without_gradients_is_an_error_of_schedules_that_need_one():
+    case = Case(ModelSpec(build=build_with_a_stage_that_passes_on_whole_numbers))
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(train_rank, 2, case, [("zero_bubble", 1, [2, 2])])
+    message = (
+        "parallel.schedule: 'zero_bubble' needs a tensor of floating-point numbers at the end of each stage, found"
+    )
+    assert str(caught.value).count(message) == 2
 
 
 def no_parameters_rank(case):

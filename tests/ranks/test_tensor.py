@@ -196,13 +196,27 @@ class Unpaired(Residual):
         return self.up(x) if x.shape[-1] == WIDTH else self.down(x)
 
 
+class Crossed(nn.Module):
+    """Attention of a sequence to another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return x + self.attention(x, x.flip(1), x.flip(1), need_weights=False)[0]
+
+
 def build_residual():
     return nn.Sequential(*(nn.Sequential(nn.LayerNorm(WIDTH), Residual()) for _ in range(2)))
 
 
 def error_of(name, plan, sequence, features):
     torch.manual_seed(5)
-    own = {"unpaired": Unpaired, "residual": build_residual}
+    own = {
+        "unpaired": Unpaired, "residual": build_residual, "crossed": lambda: nn.Sequential(Crossed(), Crossed()),
+    }  # fmt: skip
     model = own[name]() if name in own else MODELS[name]()[0]
     words = resolve_tensor_plan(model, plan, 2, sequence=sequence)
     parallelize_tensors(model, words, mesh(), sequence=sequence)
@@ -221,10 +235,16 @@ PAIR = {"layers.layers.*.linear1": "colwise", "layers.layers.*.linear2": "rowwis
      "spec.tensor_plan: expected 4 inputs for 'down', this rank's slice of what a layer before has cut, found 8"),
     ("residual", {"*.1.up": "colwise", "*.1.down": "rowwise"}, torch.zeros(2, 2, WIDTH),
      "parallel.sequence: expected 1 of 2 positions in the input of '1.0', along axis 1, found the shape (2, 2, 16)"),
+    ("residual", {"*.1.up": "colwise", "*.1.down": "rowwise"}, torch.zeros(2, WIDTH),
+     "parallel.sequence: expected [rows, positions, features] in '0', found the shape (2, 16)"),
+    ("crossed", {"*.attention": "heads", "*.norm": "sequence"}, torch.zeros(2, 4, WIDTH),
+     "parallel.sequence: expected attention of a sequence to itself, found a key or a value that is another tensor"),
     ("tied", {"embed": "vocab", **PAIR}, torch.full((5, LENGTH), VOCABULARY), "expected indices in [0, 21), found 21"),
 ])  # fmt: skip
 def test_errors_of_ranks(name, plan, features, expected):
-    assert all(expected in error for error in run_in_group(error_of, 2, name, plan, name == "residual", features))
+    assert all(
+        expected in error for error in run_in_group(error_of, 2, name, plan, name in ("residual", "crossed"), features)
+    )
 
 
 def largest_difference_with_shards(name, sequence):

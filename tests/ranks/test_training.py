@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.faults import ledger
-from spark_dl import DDP, Checkpoint, Config, Launch, ModelSpec, Optimization, worker
+from spark_dl import DDP, Checkpoint, Config, Launch, Mesh, ModelSpec, Optimization, worker
 from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.launch.rank import rendezvous
 from spark_dl.rundir import checkpoint, run_folder, saving
@@ -21,6 +21,7 @@ from tests.builders.datasets import write_dataset
 from tests.builders.models import DROPOUT_MLP, MLP, blobs, build_dropout_mlp, same_bits, small_config
 from tests.ranks.launcher import RankFailed, run_ranks
 from tests.ranks.runs import assert_same_to_the_bit, cut_at, resume, train
+from tests.ranks.test_forward import BY_PARTS, WHOLE
 
 ACCURACY = {"accuracy": {"class": "MulticlassAccuracy", "num_classes": 3}}
 
@@ -236,6 +237,17 @@ def build_half_frozen():
 
 def build_in_evaluation_mode():
     return build_dropout_mlp().eval()
+
+
+@pytest.mark.parametrize(("spec", "parallel", "alone"), [
+    (BY_PARTS, Mesh(zero_stage=3), WHOLE), (MLP, Mesh(pipeline=2), MLP),
+], ids=["inside what gathers the weights", "over the stages"])  # fmt: skip
+def test_a_validation_computes_the_model_as_its_strategy_has_it(tmp_path, spec, parallel, alone):
+    validated = {"validation_fraction": 0.2, "metrics": ACCURACY, "accumulation_steps": 2}
+    cut = make_run(tmp_path, small_config(2, train=validated, parallel=parallel), spec=spec)
+    whole = make_run(tmp_path, small_config(1, train=validated), spec=alone, train=cut.train, name="whole")
+    found, expected = (run_ranks(train_rank, run.config.launch.num_ranks, run)[0]["metrics"] for run in (cut, whole))
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_modules_that_are_frozen_stay_frozen_also_after_a_validation(tmp_path):

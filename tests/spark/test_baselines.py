@@ -420,7 +420,6 @@ SLOW = {"straggler": "constant", "straggler_s": 10.0}
 
 @pytest.mark.slow
 @pytest.mark.modes("local")
-@pytest.mark.long
 def test_a_step_that_takes_too_long_is_an_error_and_leaves_no_task(spark, tmp_path):
     limits = {"start_timeout_s": 2, "collective_timeout_s": 1}
     recorder = _Recorder(tmp_path)

@@ -412,6 +412,10 @@ def test_what_cannot_be_fitted_or_transformed_is_refused_before_any_rank_starts(
     ):  # fmt: skip
         with pytest.raises(ValueError, match=match):
             estimator.fit(wrong)
+    together = classifier(tmp_path, parallelTrials=2)
+    grid = ParamGridBuilder().addGrid(together.validationIndicatorCol, ["held", "never"]).build()
+    with pytest.raises(ValueError, match="^validationIndicatorCol: expected the same one in all param maps with para"):
+        next(together.fitMultiple(wrong.withColumn("held", F.lit(True)), grid))
     together = classifier(tmp_path, labelCol="minus", parallelTrials=2)
     grid = ParamGridBuilder().addGrid(together.lr, [0.1, 0.2]).build()
     with pytest.raises(ValueError, match=r"^labelCol: expected classes 0, 1, 2 \.\.\. in 'minus', found -100$"):
@@ -422,6 +426,7 @@ def test_what_cannot_be_fitted_or_transformed_is_refused_before_any_rank_starts(
         (lambda: TorchClassifier(ModelSpec(build=build_mlp, predict=_argmax)), "use TorchEstimator"),
         (lambda: TorchClassifier(ModelSpec(build=build_linear, loss="BCELoss")), "use BCEWithLogitsLoss"),
         (lambda: TorchRegressor(ModelSpec(build=build_linear)), "found CrossEntropyLoss for a regressor"),
+        (lambda: TorchRegressor(ModelSpec(build=build_linear, loss="MSELoss", predict=_argmax)), "use TorchEstimator"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=match):
             make()

@@ -91,3 +91,8 @@ def test_rows_of_a_dataframe_come_as_the_same_kind_of_dataset(spark):
         assert sorted(row for result in results for row in result[epoch]) == list(range(100))
     assert {result[2:] for result in results} == {(4, 100)}
     assert results[0][0] != results[0][1]
+
+
+def test_a_dataframe_which_a_rank_does_not_have_is_an_error_that_says_what_to_pass(spark):
+    with pytest.raises(ValueError, match="open_dataset: found a DataFrame, which exists on the driver only; expected"):
+        spark_dl.open_dataset(spark.range(3), batch_size=2)

@@ -292,6 +292,8 @@ def test_columns_can_be_declared_and_streams_need_it_where_zeros_are_no_rows(spa
     found = spark_dl.predict(picky_rows, spec, saved, output_schema="prediction double")
     assert found.schema["prediction"].dataType.typeName() == "double"
     assert found.count() == 12
+    with pytest.raises(ValueError, match=r"takes? rows of zeros, and there are no rows to try it on, .*output_schema="):
+        spark_dl.predict(picky_rows.where("year < 0"), spec, saved)
     picky_rows.write.parquet(str(tmp_path / "data"))
     stream = spark.readStream.schema(picky_rows.schema).parquet(str(tmp_path / "data"))
     with pytest.raises(ValueError, match=r"tried on two rows of zeros, and failed .*declare them, output_schema="):

@@ -1,14 +1,17 @@
 """The files of a whole run: whose they are, and where its rows are."""
 
+import contextlib
 import os
 import pathlib
 import stat
 import struct
+import types
 
 import pytest
 
 import spark_dl
-from spark_dl import Launch
+from spark_dl import Launch, prepare
+from spark_dl.rundir import checkpoint
 from tests.builders.models import MLP, small_config
 
 ROW = 0.123456789
@@ -56,3 +59,17 @@ def test_S19_rows_are_in_the_shards_alone(run_dir):
 def contains(path, texts):
     content = pathlib.Path(path).read_bytes()
     return any(text in content for text in texts)
+
+
+def test_S13_rows_that_have_no_place_for_their_user_alone_ask_for_a_run_folder():
+    """The run is not the caller's, and the disks of the ranks cannot have rows that data.filters leaves out."""
+    spark = types.SimpleNamespace(conf={"spark.master": "spark://host-1:7077"})
+    saved = checkpoint.Saved("s3://theirs/run/checkpoints/000001", 1, 1, {})
+    with contextlib.ExitStack() as until_done:
+        folder, config = prepare._private_place(spark, small_config(2), saved, until_done)
+        assert (folder, config.shards.storage) == ("", "local")
+        filtered = small_config(2, data={"filters": [["label", ">", 0]]})
+        with pytest.raises(
+            ValueError, match=r"^run_dir: expected a folder .* s3://theirs/run is not known to be yours,"
+        ):
+            prepare._private_place(spark, filtered, saved, until_done)

@@ -211,3 +211,24 @@ def test_S09_what_spark_hides_stays_hidden_and_more_is(tmp_path):
         assert found["shown"][key] == value
     assert found["commands"]
     assert not [line for line in found["commands"] if "MARKER" in line]
+
+
+NOT_STARTED = """
+from spark_dl import build_session
+from spark_dl.launch.session import find_session
+for start in (find_session, lambda: build_session("x", master="spark://nowhere")):
+    try:
+        start()
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+@pytest.mark.slow
+def test_without_a_session_and_with_a_master_that_is_none_the_error_says_what_to_do(tmp_path):
+    command, env = [sys.executable, "-c", NOT_STARTED], {**environment(), "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    none, wrong = done.stdout.splitlines()
+    assert none.startswith("no active Spark session; create one, with SparkSession.builder.getOrCreate()")
+    assert wrong.startswith("Spark did not start (master: spark://nowhere): org.apache.spark.SparkException: ")
+    assert "Invalid master URL: spark://nowhere; see the lines above of Spark's log" in wrong

@@ -419,3 +419,16 @@ def test_S22_the_store_of_a_resumed_run_is_that_of_the_settings(spark, source, t
     assert not (tmp_path / "other").exists()
     pointer.write_text(good)
     assert spark_dl.train(points, MLP, more, run_dir=str(tmp_path / "run"), resume=True).epochs == 2
+
+
+@local
+def test_a_table_of_a_database_has_no_key(spark, tmp_path):
+    """Which rows it has is not visible in the plan."""
+    spark.sparkContext._jvm.System.setProperty("derby.stream.error.file", str(tmp_path / "derby.log"))
+    table = {"url": "jdbc:derby:memory:rows;create=true", "dbtable": "numbers",
+             "driver": "org.apache.derby.jdbc.EmbeddedDriver"}  # fmt: skip
+    spark.range(3).selectExpr("id AS label", "id AS features").write.format("jdbc").options(**table).save()
+    rows = spark.read.format("jdbc").options(**table).load()
+    assert rows.count() == 3
+    with pytest.raises(NoKeyError, match="its plan reads from JDBCRelation, whose versions are not visible"):
+        key(rows)

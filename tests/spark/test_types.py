@@ -28,7 +28,7 @@ from spark_dl.data.columns.images import read_image
 from spark_dl.data.columns.policies import Changes
 from spark_dl.data.columns.ragged import Ragged, concatenate
 from spark_dl.data.load import local
-from spark_dl.data.write.shards import read_once
+from spark_dl.data.write.shards import first_row_columns, read_once
 from tests.builders.images import other, pixels, png, turned
 from tests.builders.models import CityModel, small_config
 from tests.builders.settings import make_config
@@ -523,3 +523,13 @@ def test_a_fill_for_a_time_is_the_same_from_a_dataframe_its_files_and_files_of_o
             (batch,) = spark_dl.open_dataset(str(url), of_file, batch_size=3, shuffle=False)
             found = dict(zip(batch["x"].tolist(), batch["ts"].tolist(), strict=True))
             assert found[1.0] == 1_700_000_000, (url, fill)
+
+
+@pytest.mark.modes("local")
+def test_the_shapes_of_features_need_a_row_that_is_there(spark):
+    found = first_row_columns(spark.range(3).selectExpr("array(id, id) AS pair"), ["pair"], Data())
+    assert [column.shape for column in found] == [(2,)]
+    with pytest.raises(ValueError, match="the DataFrame has no rows; expected one, to know the shapes of the features"):
+        first_row_columns(spark.range(0), ["id"], Data())
+    with pytest.raises(ValueError, match="data: found a stream, whose first row is not there yet; pass rows with the"):
+        first_row_columns(spark.readStream.format("rate").load(), ["value"], Data())

@@ -54,12 +54,17 @@ def used_bytes(cache):
     return sum(os.lstat(os.path.join(cache.folder, n)).st_size for n in entries(cache))
 
 
-def test_a_file_is_fetched_once_and_kept_for_this_user_alone(s3, cache):
+@pytest.mark.parametrize("has_checksum", [True, False])
+def test_a_file_is_fetched_once_and_kept_for_this_user_alone(s3, cache, monkeypatch, has_checksum):
+    """Files of datasets that others wrote have no known checksum."""
     old = os.umask(0)
     try:
         url, content, known = put(s3, "once")
+        known["sha256"] *= has_checksum
         assert read(url, cache, **known) == content
-        s3.client.delete_object(Bucket="bucket", Key="once")
+        monkeypatch.setattr(cache_module, "_download", None)
+        if has_checksum:
+            s3.client.delete_object(Bucket="bucket", Key="once")
         assert read(url, cache, **known) == content
     finally:
         os.umask(old)
@@ -184,8 +189,10 @@ def test_an_entry_that_goes_while_room_is_made_is_no_error(s3, cache, monkeypatc
     assert len(entries(cache)) == 4
 
 
-def test_S13_links_that_were_planted_are_not_followed(s3, cache, tmp_path):
+@pytest.mark.parametrize("has_checksum", [True, False])
+def test_S13_links_that_were_planted_are_not_followed(s3, cache, tmp_path, has_checksum):
     url, content, known = put(s3, "planted")
+    known["sha256"] *= has_checksum
     read(url, cache, **known)
     path = os.path.join(cache.folder, *entries(cache))
     (tmp_path / "target").write_bytes(content)

@@ -138,6 +138,13 @@ class LosesAnAnswer(Forwards):
         return is_lost
 
 
+class GivesNoAnswer(Forwards):
+    """Closes the connection of each conditional write."""
+
+    def loses_the_answer(self):
+        return self.command == "PUT" and "If-None-Match" in self.headers
+
+
 class Refuses(Forwards):
     """Answers conditional writes with a status and a code of S3, `server.status`."""
 
@@ -210,6 +217,12 @@ def test_other_answers_are_errors_with_their_status(s3):
         server.status = 400, "BadDigest"
         with pytest.raises(OSError, match=r"BadDigest.*\(HTTP 400\)"):
             create_exclusively(url, b"mine")
+
+
+@pytest.mark.slow
+def test_a_store_that_gives_no_answer_is_an_error(s3):
+    with store_behind(GivesNoAnswer, s3) as (url, _), pytest.raises(OSError, match="Connection was closed before we"):
+        create_exclusively(url, b"mine")
 
 
 def test_no_access_is_an_error_that_says_where_credentials_come_from(own_s3):

@@ -251,3 +251,8 @@ def test_weights_that_are_stored_as_integers_of_their_decimals_are_refused():
         ValueError, match=r"data.weight: the column 'w' is stored as integers, its decimals times 10\^2"
     ):
         inputs._check_weight([column], "w")
+
+
+def test_a_path_that_cannot_be_looked_up_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(ValueError, match="cannot read the dataset .*/x{300}: .*File name too long.*; check its permis"):
+        inputs.is_ours(str(tmp_path / ("x" * 300)))

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from spark_dl import ModelSpec, Single, worker
 from spark_dl.data.plan import Plan
+from spark_dl.launch.failures import rank_state
 from spark_dl.rundir import checkpoint
 from spark_dl.rundir.checkpoint import load_weights
 from spark_dl.rundir.metrics import read_metrics
@@ -287,3 +288,59 @@ def test_a_run_leaves_no_hook_on_the_model_and_a_run_that_fails_neither(tmp_path
     ] + [p._post_accumulate_grad_hooks for model in models for p in model.parameters()]  # fmt: skip
     assert len(models) >= 2
     assert not any(hooks)
+
+
+class Count:
+    """The number of rows, as a value of its own."""
+
+    def __init__(self, model):
+        self.rows = 0
+
+    def update(self, batch):
+        self.rows += len(batch["label"])
+
+    def compute(self):
+        return {"rows": float(self.rows)}
+
+
+def test_values_of_an_evaluation_stand_beside_metrics_and_not_in_their_place(tmp_path):
+    spec = ModelSpec(build=build_mlp, evaluation=Count)
+    metric = {"class": "MulticlassAccuracy", "num_classes": 3}
+    found = train(make_run(tmp_path, spec, validation=30, metrics={"accuracy": metric}))["metrics"]
+    assert (found.keys(), found["rows"]) == ({"rows", "accuracy"}, 30.0)
+    with pytest.raises(
+        ValueError, match=r"^train.metrics, spec.metrics: spec.evaluation has a value 'rows', too; rename"
+    ):
+        train(make_run(tmp_path, spec, "same name", validation=30, metrics={"rows": metric}))
+
+
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_lines_that_cannot_be_written_end_a_run_unless_it_goes_on_where_no_checkpoint_can_be(
+    tmp_path, caplog, on_error
+):
+    run = make_run(tmp_path, ModelSpec(build=build_mlp, set_position=lambda model, at: block(at)), on_error=on_error)
+    lines, kept = tmp_path / "run" / "metrics.jsonl", tmp_path / "kept"
+
+    def block(at):
+        if at.global_step == 1:
+            lines.rename(kept)
+            lines.mkdir()
+        if at.global_step == 4:
+            lines.rmdir()
+            kept.rename(lines)
+
+    if on_error == "raise":
+        with pytest.raises(OSError, match=r"metrics.jsonl"):
+            train(run)
+        return
+    train(run)
+    assert [line["step"] for line in lines_of(run)] == [1, 2, 3, 4, 5, 6]
+    assert sum("its lines are written when this is possible" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_what_a_rank_does_is_known_with_the_step_that_it_is_in(tmp_path, monkeypatch):
+    entered = []
+    monkeypatch.setattr(rank_state, "enter", lambda phase, step=None: entered.append((phase, step)))
+    train(make_run(tmp_path, validation=30, epochs=1))
+    assert [step for phase, step in entered if phase == rank_state.TRAINING] == [1, 2, 3]
+    assert entered.index((rank_state.VALIDATING, None)) > entered.index((rank_state.TRAINING, 3))

@@ -10,6 +10,7 @@ import pytest
 
 from spark_dl import storage
 from spark_dl.rundir.generations import create_exclusively
+from spark_dl.storage import local_files
 
 NAMES = ["plain", "two words", "größe-模型", "a#b", "100%", "a%20b", "what?", "semi;colon", "a&b=c", "[x]", "é+ü", "~"]
 
@@ -39,6 +40,20 @@ def test_any_name_can_be_written_read_listed_and_deleted(tmp_path, url_of, name)
 def test_a_file_may_have_any_name_too(tmp_path, name):
     storage.write_bytes(storage.join(str(tmp_path), name), b"1")
     assert os.listdir(tmp_path) == storage.list_names(str(tmp_path)) == [name]
+
+
+@pytest.mark.parametrize(("url", "names", "joined"), [
+    ("", ("a",), "a"), ("a", ("b", "c"), "a/b/c"), ("/a/", ("b",), "/a/b"), ("s3://bucket", ("a",), "s3://bucket/a"),
+    ("s3://bucket/a?region=x", ("b",), "s3://bucket/a/b?region=x"), ("s3://bucket", ("a b#1",), "s3://bucket/a%20b%231"),
+])  # fmt: skip
+def test_names_are_added_to_the_path_of_a_url(url, names, joined):
+    assert storage.join(url, *names) == joined
+
+
+def test_what_is_appended_without_a_buffer_is_in_the_file_at_once(tmp_path):
+    with local_files.append(str(tmp_path / "log"), buffering=0) as file:
+        file.write(b"a line\n")
+        assert (tmp_path / "log").read_bytes() == b"a line\n"
 
 
 @pytest.mark.parametrize("name", NAMES)

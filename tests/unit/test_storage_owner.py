@@ -2,7 +2,9 @@
 
 import ast
 import os
+import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -44,6 +46,21 @@ def test_nothing_is_said_about_the_owners_of_another_place():
     assert Owner(here.pid, 1, here.namespace, here.boot).is_dead()
     assert not Owner(here.pid, 1, here.namespace + 1, here.boot).is_dead()
     assert not Owner(here.pid, 1, here.namespace, "ffffffff").is_dead()
+
+
+INNER = "from spark_dl.storage.owner import this_process; print(this_process())"
+
+
+@needs_proc
+@pytest.mark.slow
+def test_a_process_whose_proc_is_that_of_another_namespace_has_no_owner():
+    """As in a container that shares the host's /proc: the processes there have other numbers."""
+    space = ["unshare", "--pid", "--fork"]
+    if shutil.which("unshare") is None or subprocess.run([*space, "true"], capture_output=True).returncode:
+        pytest.skip("this user cannot make PID namespaces")
+    command = [*space, sys.executable, "-c", INNER]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("None\n", "")
 
 
 @pytest.mark.parametrize("name", ["", "abc", "12-34-0", "1-2-3-0123456-abc", "1-2-3-01234567", "1-2-3-01234567-",

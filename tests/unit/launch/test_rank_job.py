@@ -7,6 +7,7 @@ import types
 import pytest
 
 from spark_dl import Launch
+from spark_dl.launch import barrier
 from spark_dl.launch.barrier import RankJob, _Watch
 
 
@@ -59,3 +60,16 @@ def test_a_job_that_takes_longer_than_the_start_timeout_goes_on(spark):
 def test_B21_ranks_that_are_known_not_to_run_are_an_error_after_the_start_timeout():
     with pytest.raises(RuntimeError, match=r"^0 of 2 ranks started within launch\.start_timeout_s=0\.2 s"):
         watch(Session4(running=0), seconds=2)
+
+
+def test_results_that_did_not_come_are_an_error():
+    """Spark drops those that are too large for the driver, and says so in its log only."""
+    row = {"rank": 1, "refused": "", "output": "[]", "result": b""}
+    with pytest.raises(
+        RuntimeError, match=r"the results of 2 of 3 ranks did not reach the driver; .* spark\.driver\.mem"
+    ):
+        barrier._results(types.SimpleNamespace(rows=[row], computes_first=True), 3, None)
+    with pytest.raises(ValueError, match="the DataFrame has no rows; expected at least one"):
+        barrier._results(types.SimpleNamespace(rows=[], computes_first=True), 3, None)
+    with pytest.raises(RuntimeError, match="the results of 3 of 3 ranks"):
+        barrier._results(types.SimpleNamespace(rows=[], computes_first=False), 3, None)

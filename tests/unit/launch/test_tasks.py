@@ -1,10 +1,13 @@
 """Which tasks of a barrier job are ranks."""
 
 import itertools
+import threading
+import types
 
 import pytest
 
-from spark_dl.launch.rank.tasks import choose, host_of, own_executor
+from spark_dl.launch.failures.errors import OtherRankError
+from spark_dl.launch.rank.tasks import all_gather, choose, host_of, own_executor
 
 
 @pytest.mark.parametrize("num_tasks", [1, 2, 5])
@@ -52,3 +55,14 @@ def test_the_executor_of_a_rank_has_the_id_of_spark_or_its_address(monkeypatch, 
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv(name, value)
     assert own_executor("host-1:7001") == found
+
+
+def test_a_task_that_does_not_come_to_meet_the_others_ends_their_wait():
+    """Spark's own limit is a year."""
+    over = threading.Event()
+    context = types.SimpleNamespace(allGather=lambda message: over.wait(60))
+    with pytest.raises(
+        OtherRankError, match=r"not all ranks came to meet the others within launch\.start_timeout_s=0\.2"
+    ):
+        all_gather(context, "", 0.2)
+    over.set()

@@ -11,12 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from multiprocessing.connection import Connection
 
 import pytest
 
+from spark_dl import Launch
 from spark_dl.channel import Address, connect
-from spark_dl.launch import watch
+from spark_dl.launch import barrier, watch
 from spark_dl.launch.failures import rank_state
 from spark_dl.launch.rank import sender as sender_module
 from spark_dl.launch.rank.sender import Reporter, Sender
@@ -285,6 +287,21 @@ def test_the_last_event_of_a_rank_waits_where_others_are_dropped(listener, last)
     sender.close()
     events = take(listener, taken + 1)
     assert [event["kind"] for event in events] == ["output"] * taken + [last]
+
+
+def test_a_question_that_finds_no_place_in_the_queue_in_time_is_an_error(listener):
+    sender, held = Sender(listener.address, 3), threading.Event()
+    assert sender.reaches_driver()
+    over = threading.Event()
+    held.set = lambda: over.wait(WAIT_S)
+    assert sender._put(held, 0.0)
+    wait_until(lambda: sender._queue.empty())
+    while sender.send({"kind": "output"}):
+        pass
+    with pytest.raises(RuntimeError, match="^nobody answers$"):
+        sender.ask({"kind": "ask"}, 0.2, "nobody answers")
+    over.set()
+    sender.close()
 
 
 def meet(senders, timeout_s=WAIT_S):
@@ -656,3 +673,22 @@ def test_a_rank_is_let_in_when_the_driver_has_files_again():
     assert (driver.returncode, found.split()) == (0, ["done", "0"]), log
     (warning,) = [line for line in log.splitlines() if line.startswith("LOG ")]
     assert "cannot take a connection: [Errno 24] Too many open files; trying again" in warning
+
+
+def test_a_rank_that_is_silent_ends_a_job_whose_other_ranks_do_not_notice(listener, monkeypatch):
+    """Such as one whose process stands still outside of a collective, so that nobody waits for it."""
+    monkeypatch.setattr(barrier, "SILENCE_S", 0.3)
+    monkeypatch.setattr(sender_module, "_HEARTBEAT_S", 0.05)
+    sender = Sender(listener.address, 0)
+    sender.send({"kind": "joined", "rank": 0, "host": "host-0", "device": "cpu"})
+    job = types.SimpleNamespace(error=None, computes_first=True)
+    launch = Launch(num_ranks=2, collective_timeout_s=0.5)
+    waiting = barrier._Watch(job, launch, None, None, listener, None, WAIT_S)
+    with connect(listener.address) as silent:
+        event = {"kind": "joined", "task": 1, "rank": 1, "host": "host-1", "device": "cpu"}
+        silent.send_bytes(json.dumps(event).encode())
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="rank 1 on host-1 .* sent no heartbeat for 1 s"):
+            waiting.run(listener.events)
+    assert time.monotonic() - start < WAIT_S
+    sender.close()

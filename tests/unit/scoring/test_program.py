@@ -434,7 +434,7 @@ def test_S03_no_text_of_a_graph_runs_code(good, bomb, most):
     "s0", "s0 + 1", "2*s0", "FloorDiv(s0, 2)", "Symbol('s21', positive=True, integer=True)", "Max(1, s0)", "-s0",
     "s0**2", "Mul(Integer(2), Symbol('s0', integer=True))", "Pow(Symbol('s0'), Integer(-1))", "Eq(s0, 1)", "eval",
     "Float('0.5', precision=53)",
-    "Pow(Symbol('s0'), Rational(1, 2))", "s0 // 2 + (s0 % 3)",
+    "Pow(Symbol('s0'), Rational(1, 2))", "s0 // 2 + (s0 % 3)", f"s0 + {2**64 - 1}", "s0**16",
 ])  # fmt: skip
 def test_shapes_are_arithmetic(text):
     program._check_expression("f", text)
@@ -444,7 +444,7 @@ def test_shapes_are_arithmetic(text):
     "__import__('os')", "print(1)", "s0.__class__", "s0.is_Integer", "[s0]", "(lambda: 1)()", "Symbol(name='s0')",
     "Symbol('s0', assume=print(1))", "Symbol('__import__(1)')", "Add('print(1)', 1)", "Integer('print(1)')",
     "9**9**9", "Pow(9, Pow(9, 9))", "Pow(9, 99)", "LShift(1, 99)", "1 if s0 else 2", "f'{s0}'", "_s0", "", "s0 s1",
-    "1; 2", "s0\n+1", "sympify('s0')", "Max(*s0)", "(s0 for s0 in s1)", "a := 1",
+    f"s0 + {2**64}", "s0**17", "1; 2", "s0\n+1", "sympify('s0')", "Max(*s0)", "(s0 for s0 in s1)", "a := 1",
 ])  # fmt: skip
 def test_S03_other_text_as_a_shape_is_refused(text):
     with pytest.raises(program._RefusedError, match="which is not arithmetic"):
@@ -455,7 +455,11 @@ def test_S03_other_text_as_a_shape_is_refused(text):
 def test_a_tree_of_outputs_that_is_damaged_is_refused(text):
     with pytest.raises(program._RefusedError, match="the outputs has inputs or outputs that are damaged"):
         program._check_tree("the outputs", text)
-    program._check_tree("the outputs", '[1, {"type": null, "context": null, "children_spec": []}]')
+    good = '[1, {"type": null, "context": null, "children_spec": []}]'
+    program._check_tree("the outputs", good)
+    program._check_tree("the outputs", good.ljust((1 << 20) - 1))
+    with pytest.raises(program._RefusedError, match="the outputs has inputs or outputs that are damaged"):
+        program._check_tree("the outputs", good.ljust(1 << 20))
 
 
 def test_a_graph_with_classes_of_its_own_is_refused():

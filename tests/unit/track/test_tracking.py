@@ -289,6 +289,15 @@ def test_a_server_that_is_down_is_an_error_within_seconds(monkeypatch):
     assert time.monotonic() - start < 20
 
 
+def test_a_server_that_goes_is_an_error_of_each_call_for_which_mlflow_would_wait_for_minutes():
+    run = mlflow_run.MlflowRun(None, "http://127.0.0.1:9", "run", "0", is_own=True)
+    events = [{"kind": "checkpoint", "url": "c", "step": 1, "time": 0.0}]
+    for call in (lambda: run.write(events), lambda: run.end("FINISHED"), lambda: run.upload("", [], "")):
+        with pytest.raises(OSError, match="the server does not answer"):
+            call()
+    run.thread.close("FINISHED")
+
+
 def test_a_database_that_cannot_be_opened_is_an_error_that_names_it(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("no folder")
     uri = f"sqlite:///{tmp_path}/file/m.db"

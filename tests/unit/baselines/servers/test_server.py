@@ -1,5 +1,6 @@
 """What servers and trainers say to each other, over real connections in one process."""
 
+import dataclasses
 import socket
 import threading
 
@@ -121,5 +122,38 @@ def test_a_trainer_whose_weights_are_overtaken_on_their_way_says_so():
     assert wires[FIRST].receive(10).head == wires[OTHER].receive(10).head == {"kind": "pausing"}
     working.join(10)
     assert not working.is_alive()
+    for wire in wires.values():
+        wire.close()
+
+
+def test_F29_trainers_that_do_not_pause_are_named():
+    wires = {rank: Transport(4) for rank in (*TRAINERS, OTHER)}
+    for rank in TRAINERS:
+        connected(wires, rank, OTHER)
+    server = ServerState(wires[OTHER], lambda *_: None, lambda: np.zeros(4, np.float32))
+    wires[0].send(OTHER, {"kind": "pausing"})
+    with pytest.raises(RuntimeError, match=r"no message from rank 1 on host host-1 for 0\.2 s \(launch\.collective_"):
+        server.wait_for_pause(len(TRAINERS), 0.2)
+    for wire in wires.values():
+        wire.close()
+
+
+@pytest.mark.parametrize(("has_order", "named"), [
+    (False, r"no message from rank 2 on host host-2, a parameter server, for 0\.8 s \(2 times"),
+    (True, r"no message from rank 3 on host host-3, a parameter server, for 0\.2 s \(0\.5 times"),
+], ids=["no order", "no weights of the other server"])  # fmt: skip
+def test_F29_a_server_that_says_nothing_to_a_trainer_is_named(has_order, named):
+    flat = FlatModel(MLP, torch.device("cpu"), 2)
+    wires = {rank: Transport(len(flat.weights)) for rank in (0, FIRST, OTHER)}
+    for server in (FIRST, OTHER):
+        connected(wires, 0, server)
+    config = small_config(2)
+    config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, collective_timeout_s=0.4))
+    trainer = Trainer(MLP, config, flat, wires[0], range(FIRST, OTHER + 1), rank=0)
+    if has_order:
+        head = {"kind": "compute", "number": 1, "sends_weights": True}
+        wires[FIRST].send(0, head, np.zeros(flat.blocks[0].stop, np.float32))
+    with pytest.raises(RuntimeError, match=named):
+        trainer.work(None)
     for wire in wires.values():
         wire.close()

@@ -135,3 +135,13 @@ def test_sizes_that_cannot_be_are_refused_before_memory_is_taken(sizes):
         reader.receive(5)
     reader.close()
     b.close()
+
+
+def test_a_peer_that_goes_while_a_message_is_on_its_way_is_named():
+    with two_wires() as (ours, theirs):
+        ours.send(7, {}, numbers(BIG))
+        theirs.close()
+        with pytest.raises(
+            RuntimeError, match="lost the connection to rank 7 on host host-7: (Broken|Connection reset)"
+        ):
+            ours.drain(5)

@@ -24,8 +24,8 @@ from spark_dl.data.external.files import filter_rows
 from spark_dl.data.load.loader import ShardLoader
 from spark_dl.data.parquet import thrift
 from spark_dl.data.parquet.file import table_column
-from spark_dl.data.petastorm.metadata import ROW_GROUPS_KEY, write_common_metadata
-from spark_dl.data.petastorm.unischema import Codec, Field, Unischema
+from spark_dl.data.petastorm.metadata import ROW_GROUPS_KEY, UNISCHEMA_KEY, write_common_metadata
+from spark_dl.data.petastorm.unischema import Codec, Field, Unischema, UnsafeMetadataError
 from tests.builders.cells import npy_cells, vectors
 from tests.builders.images import pixels, png
 from tests.builders.settings import make_config
@@ -121,6 +121,28 @@ def test_a_column_of_folders_and_files_is_what_the_files_say(tmp_path):
     shards = open_parquet(str(tmp_path), ["id", "year"], data=config.data)
     found = columns_of(filter_rows(shards, config), "id", "year")
     assert sorted(found["year"]) == [9, 9]
+
+
+@pytest.mark.parametrize(("change", "match"), [
+    (lambda files: files[0].unlink(), "cannot read .*a.parquet for data.filters: .*No such file"),
+    (lambda files: files[1].unlink(), "cannot read .*b.parquet for data.filters: .*No such file"),
+    (lambda files: pq.write_table(table(rows=7), files[1]), r"b.parquet has row groups of \(7,\) rows, expected"),
+], ids=["the first file", "another file", "other rows"])  # fmt: skip
+def test_a_file_that_changes_before_its_rows_are_filtered_is_an_error(tmp_path, change, match):
+    files = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    for file in files:
+        pq.write_table(table(rows=5), file)
+    config = make_config(features=("id",), label=None, filters=[["id", ">", 1]])
+    shards = open_parquet(str(tmp_path), ["id"], data=config.data)
+    assert filter_rows(shards, config).rows == 6
+    change(files)
+    with pytest.raises(RuntimeError, match=match):
+        filter_rows(shards, config)
+
+
+def test_a_path_that_no_file_system_takes_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(ValueError, match="cannot read the dataset .*/x{300}: .*File name too long"):
+        open_parquet(str(tmp_path / ("x" * 300)), ["id"])
 
 
 def test_B14_a_column_that_only_some_files_have_names_one_with_it_and_one_without(tmp_path):
@@ -451,6 +473,13 @@ def test_files_other_than_petastorm_lists_are_an_error_that_names_them(petastorm
 def test_a_list_of_petastorm_that_is_none_is_an_error_that_names_the_file(petastorm, listed):
     write_petastorm_list(petastorm, listed)
     with pytest.raises(ValueError, match=rf"^{petastorm}/_common_metadata: the list of row groups per file cannot"):
+        open_parquet(str(petastorm), ["id"])
+
+
+def test_a_schema_of_petastorm_that_is_none_is_an_error_that_names_the_file(petastorm):
+    metadata = {UNISCHEMA_KEY: b"cos\nsystem\n(S'true'\ntR."}
+    pq.write_metadata(table().schema.with_metadata(metadata), petastorm / "_common_metadata")
+    with pytest.raises(UnsafeMetadataError, match=rf"^{petastorm}/_common_metadata: the pickled Unischema"):
         open_parquet(str(petastorm), ["id"])
 
 

@@ -17,10 +17,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from spark_dl import Data
+from spark_dl import Data, Launch
 from spark_dl.data.columns.policies import Changes
 from spark_dl.data.dataset.records import Shard
 from spark_dl.data.load import local
+from spark_dl.data.load.loader import ShardLoader
 from spark_dl.data.write.partition import PartitionResult
 from tests.builders.local_rows import SHARDS, SOURCE, batches_of
 
@@ -85,6 +86,29 @@ def test_every_row_once_in_equal_steps_on_all_ranks(tmp_path, sizes, shuffle):
         assert [r.shards.rows for r in ranks] == list(sizes)
         own = [sum(int(b["weight"].sum()) for b in r.batches(8)) for r in ranks]
         assert own == list(sizes)
+
+
+def test_batches_are_those_of_the_first_epoch_with_seed_0_unless_others_are_asked_for(tmp_path):
+    with contextlib.ExitStack() as stack:
+        (rows,) = assemble_all(spill_parts(stack, tmp_path, (90,)))
+        rows = local.RankRows(rows, SETTINGS)
+
+        def order(**which):
+            return [x for batch in rows.batches(8, **which) for x in batch["label"].tolist()]
+
+        assert order() == order(epoch=0, seed=0)
+        assert order() not in (order(epoch=1), order(seed=1), order(shuffle=False))
+
+
+def test_a_rank_reads_the_part_that_is_on_its_disk(tmp_path):
+    """Which is another one than its number says, where ranks are placed anew."""
+    with contextlib.ExitStack() as stack:
+        parts = [local.RankRows(rows, SETTINGS) for rows in assemble_all(spill_parts(stack, tmp_path, (40, 40)))]
+        for part, rows in enumerate(parts):
+            config = replace(rows.config(8, seed=0), launch=Launch(num_ranks=2))
+            loader = ShardLoader(rows.dataset, config, rank=1 - part, world_size=2, shuffle=False)
+            read = [int(x) for step in loader.epoch(0) for x in step.micro_batches[0]["label"]]
+            assert read == [*range(40 * part, 40 * part + 40)]
 
 
 def test_a_fraction_for_validation_is_exact_over_all_ranks(tmp_path):

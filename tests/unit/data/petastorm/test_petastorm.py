@@ -29,6 +29,7 @@ from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.petastorm import codecs as npy_cells
 from spark_dl.data.petastorm.codecs import decode
+from spark_dl.data.petastorm.columns import petastorm_column
 from spark_dl.data.petastorm.metadata import (
     ROW_GROUPS_KEY,
     UNISCHEMA_KEY,
@@ -856,3 +857,19 @@ def test_datasets_of_old_versions_are_read_as_petastorm_reads_them(version):
         assert row["id2"] == row["id"] % 2
     assert digest(rows) == LEGACY[version]
     assert read_unischema(write_unischema(unischema)) == unischema
+
+
+@pytest.mark.parametrize("stored", [pa.list_(pa.int64()), pa.struct([("a", pa.int64())])])
+def test_a_column_of_another_kind_than_its_field_is_an_error_without_rows_too(stored):
+    with pytest.raises(ValueError, match=r"field 'x': a column of .* cannot become int64"):
+        decode(Field("x", "int64", (), None), pa.array([], stored))
+
+
+@pytest.mark.parametrize("dtype", ["object", "decimal", "bytes", "str"])
+@pytest.mark.parametrize(("shape", "codec"), [((), None), ((3,), None), ((3,), Codec("ndarray"))])
+def test_fields_that_no_tensor_can_be_are_refused(dtype, shape, codec):
+    says = "has type list<item: string>" if (dtype, codec) == ("str", Codec("ndarray")) else (
+        rf"has dtype {dtype}, shape \({'3,' if shape else ''}\) and the codec {codec.kind if codec else 'scalar'} of"
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=f"column 'x' {says}"):
+        petastorm_column(Field("x", dtype, shape, codec), {})

@@ -242,6 +242,20 @@ def test_a_rank_has_the_file_the_text_and_the_package_of_the_driver(here):
     assert "raise KeyError('here')" in "".join(traceback.format_exception(error.value))
 
 
+@pytest.mark.parametrize("owner", ["this user", "another user", "nobody"])
+def test_a_package_has_its_folder_if_it_is_this_user_s_and_what_is_installed(here, monkeypatch, owner):
+    folder, installed = here / "elsewhere" / "a_package", here / "a_package"
+    installed.mkdir()
+    if owner != "nobody":
+        folder.mkdir(parents=True)
+    if owner == "another user" and os.geteuid() == 0:
+        os.chown(folder, 65534, -1)
+    elif owner == "another user":
+        monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    as_rank({"a_package": Source(str(folder / "__init__.py"), True, "A = 1\n")})
+    assert [*loaded("a_package").__path__] == [*[str(folder)] * (owner == "this user"), str(installed)]
+
+
 def test_a_folder_without_a_module_of_its_own_leads_to_those_below_it(here):
     as_rank({"spaces.deep.part": Source("/nowhere/spaces/deep/part.py", False, "B = 2\n")})
     assert loaded("spaces.deep.part").B == 2

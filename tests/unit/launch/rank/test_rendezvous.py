@@ -11,7 +11,11 @@ import torch
 import torch.distributed as dist
 
 from spark_dl import Launch
+from spark_dl.launch.rank import rendezvous
+from spark_dl.launch.rank.peers import TaskRecord
 from spark_dl.launch.rank.rendezvous import join, local_address
+from spark_dl.launch.rank.sender import Reporter, Sender
+from spark_dl.launch.rank.tasks import choose
 from spark_dl.world import World
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -113,3 +117,25 @@ def test_S11_tls_that_torch_was_built_without_is_an_error_and_no_plain_connectio
     assert (plain.returncode, plain.stdout) == (0, "joined\n")
     assert (tls.returncode, tls.stdout) == (1, "")
     assert "GLOO_DEVICE_TRANSPORT: found TCP_TLS, which this build of torch does not have" in tls.stderr
+
+
+def test_B38_a_store_that_cannot_be_reached_is_an_error_that_names_both_ends(no_torchrun):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        first = TaskRecord(
+            partition=0, host="worker-7", executor="worker-7:1", address="127.0.0.1", port=closed.getsockname()[1]
+        )  # fmt: skip
+        launch = Launch(start_timeout_s=1.0)
+        message = rf"a rank on {socket.gethostname()} cannot reach task 0 at 127.0.0.1:{first.port} within 1 s: "
+        with pytest.raises(RuntimeError, match=message):
+            rendezvous._open_tcp_store(first, 1, 2, launch, None)
+
+
+def test_F31_where_the_driver_cannot_be_reached_no_host_is_left_out():
+    """The ranks would have to meet by Spark's `allGather`, which all tasks would have to call."""
+    unreachable = Sender(None, 0)
+    tasks = choose(["a:1", "b:1", "c:1"], 1, 2, {"a"})
+    with pytest.raises(
+        RuntimeError, match="not all ranks have reached the driver's port within launch.start_timeout_s"
+    ):
+        rendezvous._exchange(None, Reporter(unreachable, {}, tasks=tasks), "", Launch(num_ranks=2))

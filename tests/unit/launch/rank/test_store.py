@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from spark_dl import channel
 from spark_dl.channel import Address, connect
+from spark_dl.launch.rank import store as store_module
 from spark_dl.launch.rank.store import RankStore, StoreServer
 from tests.builders import rogues
 
@@ -257,3 +258,17 @@ def test_a_request_that_cannot_be_ends_its_connection_alone(address, store, requ
     with connect(address) as client:
         client.send_bytes(json.dumps({"method": "count", "arguments": []}).encode())
         assert json.loads(client.recv_bytes()) == 0
+
+
+def test_S06_a_rank_with_the_store_that_does_not_answer_ends_the_wait(monkeypatch):
+    """As one that stands still: its port is open, and its connections are."""
+    monkeypatch.setattr(store_module, "_GRACE_S", 0.1)
+    over = threading.Event()
+    server = channel.Server(socket.create_server(("127.0.0.1", 0)), SECRET, lambda conn: over.wait(60), "silent")
+    port = server._listener.getsockname()[1]
+    waiting = RankStore(Address("127.0.0.1", port, SECRET), SHORT)
+    with pytest.raises(dist.DistNetworkError, match="the rank that holds the store does not answer"):
+        waiting.set("a", "1")
+    over.set()
+    waiting.close()
+    server.close()

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from torch import nn
 
+from spark_dl import Mesh
+from spark_dl.parallel.mesh.build import cut_of
 from spark_dl.parallel.mesh.layers import balance, build_chain, check_cut, cut_chain, find_tied
 
 
@@ -132,3 +134,14 @@ def test_of_equal_cuts_the_first_stages_get_more_layers():
 def test_a_cut_that_does_not_fit_is_an_error(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_stage_ends_behind_the_rows_of_what_was_cut_by_columns():
+    """Tensor ranks have a slice between the two, which no boundary passes on."""
+    chain = build_chain(nn.Sequential(*(nn.Linear(2, 2) for _ in range(6))))
+    plan = {"1": "colwise", "2": "rowwise", "4": "colwise_gather_output"}
+    assert cut_of(chain, Mesh(pipeline=2, stages=(3, 3)), plan, [1.0] * 6) == [3, 3]
+    assert cut_of(chain, Mesh(pipeline=2, stages=(5, 1)), plan, [1.0] * 6) == [5, 1]
+    assert cut_of(chain, Mesh(pipeline=2), plan, [2.0, 8.0, 8.0, 1.0, 0.0, 0.0]) == [1, 5]
+    with pytest.raises(ValueError, match=r"parallel.stages: a stage ends between the layers '1' and '2', which tensor"):
+        cut_of(chain, Mesh(pipeline=2, stages=(2, 4)), plan, [1.0] * 6)

@@ -1,0 +1,47 @@
+"""What the columns of a DataFrame are, by its schema alone."""
+
+import pytest
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    FloatType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+)
+
+from spark_dl.data.write.spark_types import source_columns
+
+
+def schema(**fields):
+    return StructType([StructField(name, kind) for name, kind in fields.items()])
+
+
+IMAGE = StructType([StructField("origin", StringType()), StructField("height", IntegerType()),
+                    StructField("width", IntegerType()), StructField("nChannels", IntegerType()),
+                    StructField("mode", IntegerType()), StructField("data", BinaryType())])  # fmt: skip
+
+
+def test_fields_of_structs_have_their_path_and_arrays_their_depth():
+    found = source_columns(
+        schema(id=LongType(), inner=schema(pair=ArrayType(ArrayType(FloatType())))), ["id", "inner.pair"], {}, {}
+    )
+    assert [(c.name, c.path, c.dtype, c.kind, c.depth) for c in found] == [
+        ("id", ("id",), "int64", "scalar", 0), ("inner.pair", ("inner", "pair"), "float32", "array", 2),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "name", "is_empty_null"), [
+    ({"data": BinaryType()}, "data", False), ({"image": IMAGE}, "image.data", True),
+    ({"image": schema(data=BinaryType())}, "image.data", False),
+], ids=["a column", "of Spark's images", "of another struct"])  # fmt: skip
+def test_bytes_of_the_name_data_are_pixels_in_spark_s_images_alone(fields, name, is_empty_null):
+    (column,) = source_columns(schema(**fields), [name], {name: {"as": "bytes"}}, {})
+    assert (column.dtype, column.empty_is_null) == ("uint8", is_empty_null)
+
+
+def test_a_column_that_is_not_there_is_named_with_one_that_is_near():
+    with pytest.raises(ValueError, match="no column 'labl' in the DataFrame; did you mean 'label'"):
+        source_columns(schema(label=LongType()), ["labl"], {}, {})

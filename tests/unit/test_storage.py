@@ -118,6 +118,29 @@ def test_a_folder_is_deleted_with_all_in_it_and_what_is_not_there_is_no_error(tm
     assert os.listdir(tmp_path) == []
 
 
+def test_of_a_folder_only_known_files_are_deleted_and_the_folder_with_the_last_one(tmp_path):
+    folder, deleted = tmp_path / "d", []
+    (folder / "known").mkdir(parents=True)
+    for name in ("first", "known 1", "known 2", "other"):
+        (folder / name).write_text(name)
+    (folder / "known link").symlink_to(tmp_path)
+
+    def is_known(name):
+        deleted.append((folder / "first").exists())
+        return name.startswith("known")
+
+    assert sorted(storage.delete_known(str(folder), is_known, first="first")) == ["known", "other"]
+    assert sorted(os.listdir(folder)) == ["known", "other"]
+    assert not any(deleted)  # the first one marks the folder as partly deleted
+    (folder / "known").rmdir()
+    assert storage.delete_known(str(folder), lambda name: True, first="first") == []
+    assert not folder.exists()
+    assert storage.delete_known(str(folder), lambda name: True, first="first") == []
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(OSError, match=r"link is a symbolic link to .*, which is not followed"):
+        storage.delete_known(str(tmp_path / "link"), lambda name: True, first="first")
+
+
 def test_a_missing_file_is_an_error_with_its_path(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"not here"):
         storage.read_bytes(str(tmp_path / "not here"))

@@ -45,7 +45,8 @@ def test_settings_are_secret_by_their_name_or_their_value(name, value, found):
     ("https", "token@host", "/a", "", "https://***@host/a"),
     ("hdfs", "ghp_abc@host", "/a", "", "hdfs://***@host/a"),
     ("s3", "bucket", "/a", "secret_key=x", "s3://bucket/a?***"),
-    ("s3", "user@bucket", "/a", "token=", "s3://***@bucket/a?***"),
+    ("s3", "user@bucket", "/a", "token=", "s3://***@bucket/a?***"), ("https", "user:pa", "/ss@host/a", "", "https://***"),
+    ("s3", "key:8020", "/cret@bucket", "", "s3://***"),
 ])  # fmt: skip
 def test_urls_of_files_with_credentials_are_refused_without_showing_them(scheme, host, path, options, shown):
     with pytest.raises(ValueError, match=rf"^the URL '{re.escape(shown)}' has credentials, which would be logged"):

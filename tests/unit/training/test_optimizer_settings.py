@@ -71,6 +71,12 @@ def test_what_the_user_has_changed_is_new_and_told(caplog, before, now, rate, te
     assert "initial_lr" not in record.getMessage()
 
 
+def test_a_new_rate_is_exact_where_nothing_has_scheduled_it():
+    optimizer, _, taken = of(lr=0.11)
+    taken.load_state_dict([saved(lr=0.1)])
+    assert 0.1 * (0.11 / 0.1) != optimizer.param_groups[0]["lr"] == 0.11
+
+
 def test_only_one_rank_tells_it(caplog):
     of(lr=0.3)[2].load_state_dict([saved()])
     assert not caplog.records

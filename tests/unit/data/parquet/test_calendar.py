@@ -23,6 +23,23 @@ def test_a_day_keeps_its_name(julian, expected):
     assert str(EPOCH + datetime.timedelta(days=int(found))) == expected
 
 
+def test_each_day_of_the_old_calendar_keeps_its_name():
+    """Day by day, from the first one to the last one before the calendar changed."""
+    lengths = [31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31]
+    names = [
+        (year, month, day) for year in range(1, 1583) for month, length in enumerate(lengths, 1)
+        for day in range(1, length + (month == 2 and year % 4 == 0) + 1) if (year, month, day) <= (1582, 10, 4)
+    ]  # fmt: skip
+    found = gregorian_days(np.arange(-719164, -719164 + len(names)))
+    has_no_day = [(month, day) == (2, 29) and year % 100 == 0 and year % 400 > 0 for year, month, day in names]
+    expected = [
+        (datetime.date(year, 3, 1) if is_none else datetime.date(year, month, day)) - EPOCH
+        for (year, month, day), is_none in zip(names, has_no_day, strict=True)
+    ]
+    assert -719164 + len(names) - 1 == -141428
+    assert found.tolist() == [each.days for each in expected]
+
+
 def file_of(tmp_path, writer=None, **metadata):
     table = pa.table({"day": pa.array([-719164, None, 0], pa.int32()).cast(pa.date32()), "n": [1, 2, 3]})
     metadata = {f"org.apache.spark.{key}": value for key, value in metadata.items()}

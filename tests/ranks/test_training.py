@@ -240,8 +240,8 @@ def build_in_evaluation_mode():
 
 
 @pytest.mark.parametrize(("spec", "parallel", "alone"), [
-    (BY_PARTS, Mesh(zero_stage=3), WHOLE), (MLP, Mesh(pipeline=2), MLP),
-], ids=["inside what gathers the weights", "over the stages"])  # fmt: skip
+    (BY_PARTS, Mesh(zero_stage=3), WHOLE), (MLP, Mesh(pipeline=2), MLP), (MLP, Mesh(tensor=2), MLP),
+], ids=["inside what gathers the weights", "over the stages", "once for all tensor ranks"])  # fmt: skip
 def test_a_validation_computes_the_model_as_its_strategy_has_it(tmp_path, spec, parallel, alone):
     validated = {"validation_fraction": 0.2, "metrics": ACCURACY, "accumulation_steps": 2}
     cut = make_run(tmp_path, small_config(2, train=validated, parallel=parallel), spec=spec)

@@ -357,3 +357,4 @@ def test_settings_that_do_not_fit_are_refused(settings, key):
     with pytest.raises(ValueError, match=rf"^shards\.{key}: "):
         Shards(**settings)
     assert build_cache(Shards()) is None
+    assert build_cache(Shards(cache_dir="/a", cache_mib=3)) == DiskCache("/a", 3 * MIB)

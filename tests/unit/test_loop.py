@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from spark_dl import ModelSpec, Single, worker
+from spark_dl.data.load.resume_check import dataset_digest
 from spark_dl.data.plan import Plan
 from spark_dl.launch.failures import rank_state
 from spark_dl.rundir import checkpoint
@@ -132,6 +133,18 @@ def test_the_lines_of_steps_and_epochs_and_the_result_are_those_of_the_run(tmp_p
     ]  # fmt: skip
 
 
+def test_a_checkpoint_has_the_score_of_its_validation_and_the_rows_of_that(tmp_path):
+    run = make_run(tmp_path, validation=30, early_stop_metric="loss")
+    train(run)
+    about = checkpoint.latest(run.run_dir).manifest
+    assert about["score"] == lines_of(run, "epoch")[-1]["metrics"]["loss"]
+    assert about["score_of"]["metric"] == "loss"
+    assert about["score_of"]["rows"] == dataset_digest(run.validation)["sha256"]
+    part = make_run(tmp_path, name="part", validation_fraction=0.2)
+    train(part)
+    assert checkpoint.latest(part.run_dir).manifest["score_of"] == {"metric": "loss", "mode": "min", "rows": None}
+
+
 def test_without_validation_rows_an_epoch_has_no_time_and_no_value_of_them(tmp_path):
     run = make_run(tmp_path, epochs=1)
     assert train(run)["metrics"] == {}
@@ -208,7 +221,7 @@ def test_steps_that_are_skipped_change_nothing_and_are_counted_apart(tmp_path):
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_its_step_and_the_last_checkpoint(tmp_path):
     run = make_run(tmp_path, spoiled({5}))
-    with pytest.raises(NotFiniteTrainingError, match=r"step 5.*step-00000003"):
+    with pytest.raises(NotFiniteTrainingError, match=r"in step 5 \(step 2 of epoch 1\).*step-00000003"):
         train(run)
     assert [saved.step for saved in checkpoint.list_checkpoints(run.run_dir)] == [3]
 

@@ -90,6 +90,35 @@ def test_values_of_filters_of_another_type_are_an_error(value, arrow):
         type_of_arrow(arrow)[0].to_compare(value, arrow)
 
 
+@pytest.mark.parametrize(("kind", "unit", "arrow"), [
+    ("duration", "ms", pa.duration("ms")), ("timestamp", "D", pa.date32()), ("timestamp", "us", pa.timestamp("us")),
+    ("vocabulary", None, pa.string()), ("hash", None, pa.string()),
+])  # fmt: skip
+def test_nulls_whose_writer_knew_no_type_have_that_of_their_column(kind, unit, arrow):
+    words = {"vocabulary": ("a",)} if kind == "vocabulary" else {}
+    encoding = Encoding(kind, unit=unit, **words)
+    found = types.typed(SourceColumn("c", "int64", "scalar", encoding=encoding), pa.nulls(2))
+    assert (found.type, found.null_count) == (arrow, 2)
+
+
+@pytest.mark.skipif(not hasattr(pa, "string_view"), reason="views came with pyarrow 16")
+def test_strings_that_are_views_are_read_as_strings():
+    column = SourceColumn("c", "int64", "scalar", encoding=Encoding("hash", buckets=3))
+    found = types.typed(column, pa.array(["a", None]).cast(pa.string_view()))
+    assert (found.type, found.to_pylist()) == (pa.string(), ["a", None])
+    numbers = pa.array([1, None])
+    assert types.typed(column, numbers) is numbers
+
+
+@pytest.mark.parametrize(("unit", "dtype"), [("D", "int32"), ("s", "int64"), ("ns", "int64")])
+def test_days_have_32_bits_and_other_ticks_64(tmp_path, unit, dtype):
+    for name, arrow in (("day", pa.date32()), ("time", pa.timestamp("us"))):
+        pq.write_table(pa.table({name: pa.array([DAY]).cast(arrow)}), tmp_path / f"{name}.parquet")
+        how = Data(features=(name,), label=None, encode={name: {"as": "timestamp", "unit": unit}})
+        (column,) = open_parquet(str(tmp_path / f"{name}.parquet"), [name], data=how).columns
+        assert column.dtype == dtype
+
+
 CLOCK = ColumnType(
     "clock", "time of day", ("duration",), of_spark=lambda data_type: None,
     of_arrow=lambda arrow: Leaf("int64", unit="us") if arrow == pa.time64("us") else None,

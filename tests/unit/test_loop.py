@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spark_dl import ModelSpec, Single, worker
+from spark_dl import ModelSpec, Optimization, Single, worker
 from spark_dl.data.load.resume_check import dataset_digest
 from spark_dl.data.plan import Plan
 from spark_dl.launch.failures import rank_state
@@ -102,7 +102,8 @@ def test_a_batch_in_which_nothing_counts_changes_nothing(tmp_path):
 @pytest.mark.parametrize(("fields", "steps"), [
     ({"every_steps": 2, "keep": 9}, [2, 3, 4, 6]), ({"every_steps": 3, "keep": 9}, [3, 6]), ({"keep": 9}, [3, 6]),
     ({"every_steps": 2, "every_epochs": 9, "keep": 9}, [2, 4, 6]), ({"every_epochs": 9, "keep": 9}, [6]),
-    ({"every_epochs": 2, "epochs": 3, "keep": 9}, [6, 9]), ({"max_steps": 4, "keep": 9}, [3, 4]),
+    ({"every_epochs": 2, "epochs": 3, "keep": 9}, [6, 9]), ({"every_steps": 3, "every_epochs": 9, "keep": 9}, [3, 6]),
+    ({"max_steps": 4, "keep": 9}, [3, 4]),
 ])  # fmt: skip
 def test_checkpoints_are_saved_at_their_steps_at_epochs_and_at_the_end(tmp_path, fields, steps):
     run = make_run(tmp_path, **fields)
@@ -143,6 +144,31 @@ def test_a_checkpoint_has_the_score_of_its_validation_and_the_rows_of_that(tmp_p
     part = make_run(tmp_path, name="part", validation_fraction=0.2)
     train(part)
     assert checkpoint.latest(part.run_dir).manifest["score_of"] == {"metric": "loss", "mode": "min", "rows": None}
+
+
+def waiting_for_a_validation(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    return Optimization(optimizer=optimizer, scheduler=scheduler, monitor="loss")
+
+
+def test_a_schedule_that_waits_for_a_validation_needs_one(tmp_path):
+    spec = ModelSpec(build=build_mlp, optimizer=waiting_for_a_validation)
+    with pytest.raises(ValueError, match="spec.optimizer: the scheduler monitors 'loss', which needs validation rows"):
+        train(make_run(tmp_path, spec))
+    train(make_run(tmp_path, spec, name="validated", validation=30))
+
+
+def test_the_mean_loss_of_an_epoch_goes_on_in_the_middle_of_it(tmp_path):
+    """Also where no line was due before the checkpoint."""
+    whole = train(make_run(tmp_path, epochs=1))
+    run = make_run(tmp_path, name="cut", epochs=1, max_steps=2, log_every=50)
+    train(run)
+    saved = checkpoint.latest(run.run_dir)
+    config = dataclasses.replace(run.config, train=dataclasses.replace(run.config.train, max_steps=None))
+    again = dataclasses.replace(run, config=config, checkpoint=saved.url,
+                                generation=checkpoint.start_generation(run.run_dir))  # fmt: skip
+    assert train(again)["train_loss"] == pytest.approx(whole["train_loss"], rel=1e-6)
 
 
 def test_without_validation_rows_an_epoch_has_no_time_and_no_value_of_them(tmp_path):
@@ -221,7 +247,9 @@ def test_steps_that_are_skipped_change_nothing_and_are_counted_apart(tmp_path):
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_its_step_and_the_last_checkpoint(tmp_path):
     run = make_run(tmp_path, spoiled({5}))
-    with pytest.raises(NotFiniteTrainingError, match=r"in step 5 \(step 2 of epoch 1\).*step-00000003"):
+    with pytest.raises(
+        NotFiniteTrainingError, match=r"in step 5 \(step 2 of epoch 1\).* Its rows in that step: .*step-00000003"
+    ):
         train(run)
     assert [saved.step for saved in checkpoint.list_checkpoints(run.run_dir)] == [3]
 

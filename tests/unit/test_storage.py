@@ -289,6 +289,10 @@ def test_a_tilde_at_the_beginning_is_the_home_folder(tmp_path, monkeypatch):
     assert storage.absolute("runs/~/1") == str(tmp_path / "runs" / "~" / "1")
 
 
+def test_the_root_is_a_folder_of_its_own():
+    assert storage.absolute("/") == storage.absolute("file:///") == "/"
+
+
 def test_options_do_not_change_what_a_url_names():
     """A folder that other options reach is the same one, which `overwrite` must not delete."""
     plain = storage.identity("s3://bucket/run/data")

@@ -39,6 +39,19 @@ def test_bytes_of_a_row(column, stored, decoded):
     assert (column.row_bytes, column.value_bytes) == (stored, decoded)
 
 
+@pytest.mark.parametrize(("shape", "is_good"), [
+    ([2, 3], True), ([None, 3], True), ([0], True), ([-1], False), ([2, None], False), ([2.0], False), ([True], False),
+    ([1] * 64, True), ([1] * 65, False), ([2**20, 2**20], False),
+])  # fmt: skip
+def test_a_manifest_with_an_invalid_shape_is_an_error_that_names_it(shape, is_good):
+    plain = {**json.loads(json.dumps(dataclasses.asdict(Column("x", "float32", (1,), "ndarray")))), "shape": shape}
+    if is_good:
+        assert Column.from_plain(plain).shape == tuple(shape)
+        return
+    with pytest.raises(ValueError, match="column 'x': found the invalid shape"):
+        Column.from_plain(plain)
+
+
 @pytest.mark.parametrize(("key", "good", "bad"), [
     ("kind", "hash", "other"), ("unit", "ms", "h"), ("scale", 2, 2.5), ("buckets", 3, 0), ("buckets", 2**63 - 1, 2**63),
     ("vocabulary", ["a"], ["a", 1]), ("unknown", "zero", "one"), ("resize", [2, 3], [2, 0]), ("resize", None, [2]),

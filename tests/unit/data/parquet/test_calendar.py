@@ -80,6 +80,21 @@ def test_dates_are_rebased_in_row_groups_and_batches_and_in_lists_and_structs(tm
         assert found.column("n").to_pylist() == [1, 2, 3]
 
 
+@pytest.mark.parametrize("unit", ["ms", "us", "ns"])
+def test_timestamps_keep_their_day_and_their_time_of_day(tmp_path, unit):
+    """Of a file in UTC; nanoseconds begin in 1677, where only the new calendar is."""
+    second = {"ms": 10**3, "us": 10**6, "ns": 10**9}[unit]
+    days = [-719164, -141428, -141427, 0] if unit != "ns" else [-106751, 0, 7]
+    ticks = [day * 86_400 * second + 12_345 * second + 7 for day in days]
+    metadata = {"org.apache.spark.version": "2.4.8", "org.apache.spark.timeZone": "UTC"}
+    table = pa.table({"at": pa.array([*ticks, None], pa.int64()).cast(pa.timestamp(unit))})
+    pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "a.parquet", version="2.6")
+    found = rebased(pq.ParquetFile(tmp_path / "a.parquet")).read_row_group(0).column("at").cast(pa.int64()).to_pylist()
+    moved = [int(gregorian_days(np.array([day]))[0]) if day < -141427 else day for day in days]
+    expected = [day * 86_400 * second + 12_345 * second + 7 for day in moved]
+    assert found == [*expected, None]
+
+
 def test_lists_of_96_bit_timestamps_with_nulls_are_instants(tmp_path):
     times = pa.array([[5], None, [None, 7]], pa.list_(pa.timestamp("us")))
     pq.write_table(pa.table({"a": times}), tmp_path / "a.parquet", use_deprecated_int96_timestamps=True)

@@ -4,9 +4,11 @@ import pytest
 from pyspark.sql.types import (
     ArrayType,
     BinaryType,
+    DecimalType,
     FloatType,
     IntegerType,
     LongType,
+    MapType,
     StringType,
     StructField,
     StructType,
@@ -45,3 +47,24 @@ def test_bytes_of_the_name_data_are_pixels_in_spark_s_images_alone(fields, name,
 def test_a_column_that_is_not_there_is_named_with_one_that_is_near():
     with pytest.raises(ValueError, match="no column 'labl' in the DataFrame; did you mean 'label'"):
         source_columns(schema(label=LongType()), ["labl"], {}, {})
+
+
+INNER = schema(a=LongType(), b=schema(c=FloatType()))
+
+
+@pytest.mark.parametrize(("kind", "found"), [
+    (INNER, r"struct<a:bigint,b:struct<c:float>>, which .*; read its fields: \['x.a', 'x.b', 'x.b.c'\]$"),
+    (ArrayType(INNER), "array<struct<a:bigint,b:struct<c:float>>>, which .*; convert it in the DataFrame$"),
+    (MapType(StringType(), LongType()), "map<string,bigint>, which .*; convert it in the DataFrame$"),
+])  # fmt: skip
+def test_a_type_that_no_tensor_can_be_is_an_error_that_says_what_to_do(kind, found):
+    with pytest.raises(ValueError, match=f"^column 'x' has type {found}"):
+        source_columns(schema(x=kind), ["x"], {}, {})
+
+
+@pytest.mark.parametrize(("precision", "scale", "dtype", "kind"), [
+    (9, 0, "int64", "decimal"), (9, 2, "float64", "float"), (18, 0, "int64", "decimal"),
+])  # fmt: skip
+def test_decimals_are_whole_numbers_if_they_have_no_places(precision, scale, dtype, kind):
+    (column,) = source_columns(schema(x=DecimalType(precision, scale)), ["x"], {}, {})
+    assert (column.dtype, column.encoding.kind) == (dtype, kind)

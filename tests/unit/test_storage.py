@@ -322,9 +322,28 @@ def test_a_file_system_is_opened_at_its_root(monkeypatch, url, root):
     assert opened == [root]
 
 
+def test_a_link_within_a_folder_of_a_run_is_refused(tmp_path):
+    (tmp_path / "run").mkdir()
+    assert storage.within(str(tmp_path / "run"), "a", "b") == str(tmp_path / "run" / "a" / "b")
+    (tmp_path / "run" / "a").symlink_to(tmp_path)
+    with pytest.raises(ValueError, match=rf"{tmp_path}/run/a is a symbolic link to {tmp_path}, expected a file or fol"):
+        storage.within(str(tmp_path / "run"), "a", "b")
+
+
+def test_errors_of_local_files_and_of_missing_ones_are_not_changed(tmp_path):
+    for url, error in ((str(tmp_path), OSError(5, "as it is")), ("s3://bucket/a", FileNotFoundError(2, "missing"))):
+        with pytest.raises(OSError, match="as it is|missing") as caught, storage.explained(url):
+            raise error
+        assert caught.value is error
+    with pytest.raises(OSError, match="s3://bucket/a"), storage.explained("s3://bucket/a"):
+        raise OSError("no answer")
+
+
 def test_a_name_that_fsspec_takes_for_a_pattern_is_not_deleted():
     for name in ("a*b", "a%3Fb", "a[b]"):
         storage.write_bytes(f"memory://host/patterns/{name}/x", b"1")
         with pytest.raises(ValueError, match=r"cannot delete memory://host/patterns/.*: fsspec would use"):
             storage.delete(f"memory://host/patterns/{name}/x")
+        with pytest.raises(ValueError, match=r"cannot delete memory://host/patterns/.*: fsspec would use"):
+            storage.delete_known(f"memory://host/patterns/{name}", lambda name: True, first="x")
         assert storage.read_bytes(f"memory://host/patterns/{name}/x") == b"1"

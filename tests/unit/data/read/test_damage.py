@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -138,3 +139,10 @@ def test_a_partition_that_is_null_needs_a_fill():
     assert rows._partition_cells(column, "-5", 3).tolist() == [-5] * 3
     filled = dataclasses.replace(column, fill=7)
     assert rows._partition_cells(filled, NULL_PARTITION, 2).tolist() == [7, 7]
+
+
+@pytest.mark.parametrize(("cause", "may_change"), [
+    (OSError("no answer"), True), (pa.ArrowInvalid("a page"), True), (ValueError("a cell"), False),
+])  # fmt: skip
+def test_cells_are_the_same_in_another_attempt_and_what_a_storage_answers_is_not(cause, may_change):
+    assert rows._unreadable("a row group", cause).is_retryable is may_change

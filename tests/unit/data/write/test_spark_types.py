@@ -62,6 +62,23 @@ def test_a_type_that_no_tensor_can_be_is_an_error_that_says_what_to_do(kind, fou
         source_columns(schema(x=kind), ["x"], {}, {})
 
 
+@pytest.mark.parametrize(("kind", "advice"), [
+    (StringType(), r"\{x: \{as: hash, buckets: 1000\}\} or \{x: \{as: bytes\}\}$"),
+    (ArrayType(StringType()), r"\{x: \{as: hash, buckets: 1000\}\}; with ragged: true where lengths vary$"),
+])  # fmt: skip
+def test_strings_need_an_encoding_that_suits_them(kind, advice):
+    with pytest.raises(ValueError, match=f"set data.encode to encode strings as numbers: .*{advice}"):
+        source_columns(schema(x=kind), ["x"], {}, {})
+
+
+def test_only_arrays_are_ragged():
+    ragged = {"x": {"ragged": True}}
+    (column,) = source_columns(schema(x=ArrayType(LongType())), ["x"], ragged, {})
+    assert column.ragged
+    with pytest.raises(ValueError, match=r"data.encode.x.ragged: expected an array, found type bigint"):
+        source_columns(schema(x=LongType()), ["x"], ragged, {})
+
+
 @pytest.mark.parametrize(("precision", "scale", "dtype", "kind"), [
     (9, 0, "int64", "decimal"), (9, 2, "float64", "float"), (18, 0, "int64", "decimal"),
 ])  # fmt: skip

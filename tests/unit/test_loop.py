@@ -18,6 +18,7 @@ from spark_dl.rundir import checkpoint
 from spark_dl.rundir.checkpoint import load_weights
 from spark_dl.rundir.metrics import read_metrics
 from spark_dl.spec import Run
+from spark_dl.training import row_metrics
 from spark_dl.training.finite import NotFiniteTrainingError
 from tests.builders.datasets import global_batches, write_dataset
 from tests.builders.models import blobs, build_mlp, small_config
@@ -385,3 +386,23 @@ def test_what_a_rank_does_is_known_with_the_step_that_it_is_in(tmp_path, monkeyp
     train(make_run(tmp_path, validation=30, epochs=1))
     assert [step for phase, step in entered if phase == rank_state.TRAINING] == [1, 2, 3]
     assert entered.index((rank_state.VALIDATING, None)) > entered.index((rank_state.TRAINING, 3))
+
+
+def test_rows_of_a_validation_are_prepared_as_those_of_training(tmp_path):
+    spec = ModelSpec(
+        build=build_mlp, transform=lambda batch: {**batch, "doubled": 2 * batch["features"]},
+        forward=lambda model, batch: model(batch["doubled"]),
+    )  # fmt: skip
+    found = train(make_run(tmp_path, spec, validation=30))["metrics"]["loss"]
+    plain = ModelSpec(build=build_mlp, forward=lambda model, batch: model(2 * batch["features"]))
+    assert found == pytest.approx(train(make_run(tmp_path, plain, "plain", validation=30))["metrics"]["loss"], rel=1e-6)
+
+
+def test_a_metric_asks_once_an_epoch_whether_the_run_ends(tmp_path, monkeypatch):
+    """As a trial of `tune` does, which is pruned by what a validation has found."""
+    asked = []
+    monkeypatch.setattr(
+        row_metrics, "ask", lambda progress, entry, world: asked.append((progress.epoch, entry["epoch"]))
+    )
+    train(make_run(tmp_path, validation=30, epochs=2))
+    assert asked == [(1, 0), (2, 1)]

@@ -1,6 +1,7 @@
 """Checkpoints: there once the manifest is, and only as they were written."""
 
 import configparser
+import errno
 import hashlib
 import io
 import pickle
@@ -565,3 +566,19 @@ def test_random_numbers_of_another_number_of_ranks_are_left_alone(tmp_path, grou
     assert not saving.restore_random_state(saved, 0, 2, Config())
     assert torch.equal(torch.get_rng_state(), now)
     assert not torch.equal(before, now)
+
+
+def test_a_full_disk_says_how_much_is_missing_and_other_errors_stay_as_they_are(tmp_path):
+    file = str(tmp_path / "not there" / "model.pt")
+    needs = (
+        r"No space left on device: it needs about 8,\d\d\d bytes, and [\d,]+ bytes are free; free space, or lower che"
+    )
+    content = {"w": torch.zeros(2000)}
+    with pytest.raises(OSError, match=needs) as full, checkpoint_files._space_told(file, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert (full.value.errno, full.value.filename) == (errno.ENOSPC, file)
+    for url, number in ((file, errno.EIO), ("s3://bucket/model.pt", errno.ENOSPC)):
+        error = OSError(number, "as it is")
+        with pytest.raises(OSError, match="as it is") as other, checkpoint_files._space_told(url, content):
+            raise error
+        assert other.value is error

@@ -80,6 +80,14 @@ def test_dates_are_rebased_in_row_groups_and_batches_and_in_lists_and_structs(tm
         assert found.column("n").to_pylist() == [1, 2, 3]
 
 
+def test_the_first_day_of_the_new_calendar_stays(tmp_path):
+    days = pa.array([-141428, -141427, -141426], pa.int32()).cast(pa.date32())
+    metadata = {"org.apache.spark.version": "2.4.8"}
+    pq.write_table(pa.table({"day": days}).replace_schema_metadata(metadata), tmp_path / "a.parquet")
+    found = rebased(pq.ParquetFile(tmp_path / "a.parquet")).read_row_group(0).column("day").to_pylist()
+    assert list(map(str, found)) == ["1582-10-04", "1582-10-15", "1582-10-16"]
+
+
 @pytest.mark.parametrize("unit", ["ms", "us", "ns"])
 def test_timestamps_keep_their_day_and_their_time_of_day(tmp_path, unit):
     """Of a file in UTC; nanoseconds begin in 1677, where only the new calendar is."""

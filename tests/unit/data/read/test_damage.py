@@ -146,3 +146,9 @@ def test_a_partition_that_is_null_needs_a_fill():
 ])  # fmt: skip
 def test_cells_are_the_same_in_another_attempt_and_what_a_storage_answers_is_not(cause, may_change):
     assert rows._unreadable("a row group", cause).is_retryable is may_change
+
+
+def test_a_partition_is_read_as_the_number_that_it_is():
+    """Whole numbers that float64 does not have, and numbers with places."""
+    assert rows._partition_cells(Column("id", "int64", (), "partition"), "9007199254740993", 1).tolist() == [2**53 + 1]
+    assert rows._partition_cells(Column("share", "float32", (), "partition"), "0.5", 2).tolist() == [0.5, 0.5]

@@ -1,5 +1,8 @@
 """What the results of all partitions say of the columns, and which error they have."""
 
+import dataclasses
+import json
+
 import pytest
 
 from spark_dl.data.columns.policies import Changes
@@ -38,3 +41,10 @@ def test_partitions_without_rows_have_no_say_and_the_others_agree():
     assert (column.name, column.shape) == ("x", (2,))
     with pytest.raises(ValueError, match=r"column 'x'.*\(2,\).*\(3,\)|column 'x'.*\(3,\).*\(2,\)"):
         agreed_columns(SOURCES, [written(1, 2), written(2, 3)])
+
+
+def test_what_a_task_has_written_travels_as_json():
+    shard = Shard("a.parquet", (3, 1), 9, "0" * 64, 7, 5, elements={"x": (4, 2)})
+    changes = Changes(2, {"x": 1}, {"y": 3})
+    result = PartitionResult(3, ((2,), None, (None, 4)), (2, 0, 8), (shard,), changes, "")
+    assert PartitionResult.from_plain(json.loads(json.dumps(dataclasses.asdict(result)))) == result

@@ -111,3 +111,18 @@ def test_rows_of_a_group_and_a_file(columns, layout, sizes):
         assert shard - group < 100 <= shard
     else:
         assert (group, shard) == sizes
+
+
+@pytest.mark.skipif(not hasattr(pq.ParquetWriter, "add_key_value_metadata"), reason="came with pyarrow 15")
+def test_a_footer_differs_with_the_rows_of_its_file(tmp_path):
+    """So that a shard in the place of another one with as many bytes and pages is noticed by its footer alone."""
+    shards = []
+    for name, first in (("a", 0), ("b", 7), ("a again", 0)):
+        (tmp_path / name).mkdir()
+        writer = ShardWriter(str(tmp_path / name), "part", (Column("half", "float32"),), 4, 8)
+        writer.append([np.arange(first, first + 8).astype(np.float32) / 2])
+        shards += writer.close()
+        metadata = pq.read_metadata(tmp_path / name / shards[-1].name).metadata
+        assert len(metadata[b"spark_dl.rows"]) == 64
+    a, b, again = shards
+    assert a.footer_crc32 == again.footer_crc32 != b.footer_crc32

@@ -25,6 +25,7 @@ import torch
 from spark_dl import import_object
 from spark_dl.launch.code import payload
 from spark_dl.launch.code.payload import pack_call, pack_result, unpack_call, unpack_result
+from spark_dl.launch.failures.errors import is_retryable
 
 PLAIN = [
     None, True, False, 0, -1, 10**30, 1.5, -0.0, math.inf, -math.inf, "", "ä\n\0'\"🙂", [], {}, (),
@@ -449,3 +450,7 @@ def test_a_cached_function_of_the_main_module_comes_with_an_empty_cache(tmp_path
 def test_a_tensor_that_is_sparse_or_quantized_is_not_returned(value):
     with pytest.raises(TypeError, match=r"cannot return a sparse or quantized tensor from a rank; make it dense"):
         payload._to_tree({"a": value}, "result", [])
+
+
+def test_a_module_that_is_missing_is_missing_in_another_attempt_too():
+    assert not is_retryable(payload.MissingModuleError("no module named 'x'"))

@@ -6,10 +6,8 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +17,7 @@ from spark_dl.data.dataset.manifest import MANIFEST, read_shards
 from spark_dl.data.store import store as store_module
 from spark_dl.data.store.store import Lease, clean_store, find_or_write, reopen
 from spark_dl.data.write.arrays import write_arrays
+from tests.builders.another_user import let_others_in
 
 KEY = "a" * 64
 OTHER = "b" * 64
@@ -259,11 +258,7 @@ else:
 
 
 def as_nobody(tmp_path, *args):
-    if os.geteuid() != 0:
-        pytest.skip("only root can start a process of another user")
-    below = tmp_path.relative_to(tempfile.gettempdir()).parts
-    for depth in range(len(below)):
-        os.chmod(Path(tempfile.gettempdir(), *below[: depth + 1]), 0o755)
+    let_others_in(tmp_path)
     command = [sys.executable, "-c", NOBODY, str(tmp_path / "store"), *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 

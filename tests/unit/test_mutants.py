@@ -82,6 +82,7 @@ def test_a_seed_draws_the_same_changes_and_none_that_is_listed(file, tmp_path, m
 def test_each_change_of_the_list_is_one_of_the_package_and_has_a_reason():
     listed = [line.rpartition(" # ") for line in mutants.EQUIVALENT.read_text().splitlines() if line[0] != "#"]
     assert all(name and reason for name, _, reason in listed)
+    assert len({name for name, _, _ in listed}) == len(listed)
     files = {name.partition(": ")[0] for name, _, _ in listed}
     assert {name for name, _, _ in listed} - {
         each.name for path in files for each in mutants_of(mutants.ROOT / path)

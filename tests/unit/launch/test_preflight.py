@@ -69,15 +69,8 @@ def test_F31_a_host_is_left_out_or_named_only_if_there_are_others(
     assert all(record.message.startswith(message) for record in caplog.records)
 
 
-class Conf(dict):
-    """Settings of a session."""
-
-    def get(self, key, default=None):
-        return super().get(key, default)
-
-
 def test_ranks_that_do_not_start_together_need_gpus_for_tasks_too():
-    spark = types.SimpleNamespace(conf=Conf())
+    spark = types.SimpleNamespace(conf={})
     launch = Launch(device="cuda")
     with pytest.raises(
         ValueError, match=r"launch\.device: found 'cuda', but spark\.task\.resource\.gpu\.amount is not"
@@ -90,5 +83,5 @@ def test_ranks_that_do_not_start_together_need_gpus_for_tasks_too():
 def test_more_cores_for_a_task_than_an_executor_has_are_refused(monkeypatch):
     monkeypatch.setattr(preflight, "_executors", lambda spark: [("a", 2), ("b", 4)])
     with pytest.raises(ValueError, match=r"spark\.task\.cpus: found 8, expected at most 4, the cores of an executor"):
-        preflight._check_task_cpus(types.SimpleNamespace(conf=Conf({"spark.task.cpus": "8"})))
-    preflight._check_task_cpus(types.SimpleNamespace(conf=Conf({"spark.task.cpus": "4"})))
+        preflight._check_task_cpus(types.SimpleNamespace(conf={"spark.task.cpus": "8"}))
+    preflight._check_task_cpus(types.SimpleNamespace(conf={"spark.task.cpus": "4"}))

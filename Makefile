@@ -5,7 +5,7 @@ MINUTES ?= 10
 # Hundreds of processes of the tests import the package: they do not compile it each time, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: mutants raises train test test-slow test-long fuzz test-gpu test-oldest check lint type docs bench clean setup setup-all setup-petastorm setup-peers setup-oldest setup-horovod
+.PHONY: mutants raises train setup-demo test test-slow test-long fuzz test-gpu test-oldest check lint type docs bench clean setup setup-all setup-petastorm setup-peers setup-oldest setup-horovod
 
 setup:
 	@./conf/setup_env.sh
@@ -22,12 +22,11 @@ setup-oldest: setup ## the oldest versions of setup.cfg, in .venv-oldest
 setup-horovod: setup ## Horovod in .venv; says so where it cannot be built, and what needs it is left out
 	@./conf/setup_env.sh horovod || true
 
-train: setup .data/digits.csv.gz ## train on the digits; `make train ARGS=--resume` goes on from the last checkpoint
-	@$(PY) jobs/train.py --config conf/train/digits.yaml --master 'local[2]' --run_dir runs/digits $(ARGS)
+setup-demo: ## the package with what it needs and what draws, in .venv; other targets add what they need
+	@./conf/setup_env.sh demo
 
-.data/digits.csv.gz: | setup
-	@mkdir -p .data
-	@$(PY) -c "import shutil, sklearn, pathlib; shutil.copy(pathlib.Path(sklearn.__file__).parent / 'datasets/data/digits.csv.gz', '$@')"
+train: setup-demo ## train on the digits; `make train ARGS=--resume` goes on from the last checkpoint
+	@$(PY) -m spark_dl train --config conf/train/digits.yaml --master 'local[2]' --run_dir runs/digits $(ARGS)
 
 .data/flights.csv.zip: | setup
 	@$(PY) -c "import pathlib, examples.flights; examples.flights.download(pathlib.Path('$@'))" || echo "no flights: their tests are skipped"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv with the pinned requirements and the package, and checks Python and Java. Called by every `make` target;
 # does nothing when .venv is already made from the requirements as they are now.
+#   conf/setup_env.sh demo         makes .venv with what the package and `make train` need alone
 #   conf/setup_env.sh petastorm    makes .venv-petastorm as well, in which the tests and benchmarks run Petastorm itself
 #   conf/setup_env.sh peers        makes .venv-peers as well, with the other loaders that `jobs/bench.py loader` measures
 #   conf/setup_env.sh oldest       makes .venv-oldest as well, with the oldest versions of setup.cfg, for `make test-oldest`
@@ -11,14 +12,18 @@ cd "$(dirname "$0")/.."
 say() { echo "set-up: $*" >&2; }
 fail() { echo "set-up failed: $*" >&2; exit 1; }
 key_of() { cat "$@" conf/setup_env.sh | sha256sum | cut -c1-16; }
+is_own() { cat .venv/.made-from .venv/.demo-from 2>/dev/null | cut -d' ' -f2- | grep -qxF "$PWD"; } # not of a moved folder
 is_made() { [ "$(cat "$1/.made-from" 2>/dev/null)" = "$2 $PWD" ]; } # folder, key
 add_venv_behind() { echo "$PWD/.venv/lib/python$version/site-packages" >"$1/lib/python$version/site-packages/_after_own_packages.pth"; }
 pip_of() { "$1/bin/python" -m pip --disable-pip-version-check install -q "${@:2}" >&2; } # folder, arguments
 
 if ! java -version 2>&1 | grep -qE 'version "(17|21)'; then
     found=$(java -version 2>&1 | head -n 1 || true)
-    if [ "$(id -u)" = 0 ] && [ -f /etc/debian_version ]; then
-        say "Java 17 or 21 is needed (found: ${found:-none}); installing openjdk-17-jre-headless"
+    answer=
+    if [ "$(id -u)" = 0 ] && [ -f /etc/debian_version ] && [ -t 0 ]; then
+        read -r -p "Java 17 or 21 is needed (found: ${found:-none}). Install openjdk-17-jre-headless with apt-get? [y/N] " answer
+    fi
+    if [ "$answer" = y ]; then
         { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q openjdk-17-jre-headless; } >&2 ||
             fail "apt-get could not install openjdk-17-jre-headless; install Java 17 or 21 yourself"
         java -version 2>&1 | grep -qE 'version "(17|21)' ||
@@ -28,18 +33,32 @@ if ! java -version 2>&1 | grep -qE 'version "(17|21)'; then
     fi
 fi
 
-key=$(key_of conf/requirements/{main,dev,mlflow}.txt setup.cfg)
-if ! is_made .venv "$key"; then
+make_venv() { # what it is for
     python=${PYTHON:-python3}
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
         fail "the pinned requirements need Python 3.11 or newer (found: $("$python" --version 2>&1)); name another one with" \
             "PYTHON=python3.11 make ... (on 3.10 the package itself can be installed: pip install .)"
-    say "making .venv (the first time, and when the requirements change; takes a few minutes)"
-    [ -x .venv/bin/python ] && [ "$(cut -d' ' -f2- .venv/.made-from 2>/dev/null)" = "$PWD" ] || {
+    say "making .venv $1 (the first time, and when the requirements change; takes a few minutes)"
+    [ -x .venv/bin/python ] && is_own || {
         rm -rf .venv
         "$python" -m venv .venv || fail "could not make .venv; on Debian or Ubuntu: sudo apt install python3-venv"
     }
-    rm -f .venv/.made-from
+    rm -f .venv/.made-from .venv/.demo-from
+}
+key=$(key_of conf/requirements/{main,dev,mlflow}.txt setup.cfg)
+if [ "${1:-}" = demo ]; then
+    is_made .venv "$key" && exit 0
+    demo="$(key_of conf/requirements/main.txt setup.cfg) $PWD"
+    [ "$(cat .venv/.demo-from 2>/dev/null)" = "$demo" ] && exit 0
+    make_venv "for make train"
+    pip_of .venv -r conf/requirements/main.txt
+    pip_of .venv --no-deps --no-build-isolation -e .
+    echo "$demo" >.venv/.demo-from
+    say "done: $(du -sm .venv | cut -f1) MB"
+    exit 0
+fi
+if ! is_made .venv "$key"; then
+    make_venv "for the tests"
     pip_of .venv -r conf/requirements/dev.txt
     pip_of .venv --no-deps -r conf/requirements/mlflow.txt
     pip_of .venv --no-deps --no-build-isolation -e .

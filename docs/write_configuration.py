@@ -26,7 +26,7 @@ HEAD = """# Configuration
 
 <!-- Written by docs/write_configuration.py from the docstrings of the settings. Do not edit. -->
 
-This page lists every setting of the package, by section. [Ways in](ways-in.md#as-a-job) has those that only jobs have,
+This page lists every setting of the package, by section. [The command spark-dl](commands.md) has two more,
 `input` and `model`. A setting has the same name in YAML, on the command line and in Python:
 
 ```yaml
@@ -47,7 +47,7 @@ config = spark_dl.Config(train=spark_dl.Train(epochs=5, lr=0.05), parallel=spark
 A value on the command line overrides a value in a file. An unknown key causes an error that suggests the
 closest known key.
 Settings that [cannot be used together](#settings-that-cannot-be-used-together) cause an error that names both.
-A [resumed](ways-in.md) run must have the same settings as before; only those marked *may change* can differ.
+A [resumed](choose-an-api.md) run must have the same settings as before; only those marked *may change* can differ.
 `evaluate`, `predict` and `save_model` use the settings of the checkpoint, if they get no `config`. Settings marked
 *of the caller* say where to write or to connect, or what may be sent. They are never taken from a checkpoint, which
 somebody else may have written.

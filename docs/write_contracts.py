@@ -24,7 +24,7 @@ HEAD = """# Faults, bad inputs and attacks
 This page lists what can go wrong, what spark_dl promises then, and the tests that do it. The tests use real faults:
 killed and stopped processes, cut links, full disks, flipped bits, hostile files and clients. A test has the number of
 its line in its name. The time is that of all its cases, on 2 cores. A test without a time needs something that the
-machine did not have, or takes minutes (`make test-long`). [Failures](failures.md) explains the messages.
+machine did not have, or takes minutes (`make test-long`). [Troubleshooting](troubleshooting.md) explains the messages.
 """
 SECTIONS = {"F": "Faults", "B": "Bad inputs", "S": "Attacks"}
 CONTRACTS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("contracts.yaml").read_text())

@@ -4,8 +4,8 @@
 so that every way to cut the model gives the same weights, up to rounding. `conf/train/gpt-experts.yaml` has the same
 rows, and a mixture of experts in each block.
 
-jobs/train.py --config conf/train/gpt.yaml --master 'local[4]' --run_dir runs/gpt
-jobs/train.py --config conf/train/gpt-experts.yaml --master 'local[4]' --run_dir runs/gpt-experts
+spark-dl train --config conf/train/gpt.yaml --master 'local[4]' --run_dir runs/gpt
+spark-dl train --config conf/train/gpt-experts.yaml --master 'local[4]' --run_dir runs/gpt-experts
 """
 
 import glob

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from spark_dl.parallel.single import DPSingleProcess, Single
     from spark_dl.planning.plan import MeshPlans, plan_mesh
     from spark_dl.predict import predict, predict_udf, save_model
+    from spark_dl.retention import Removed, clean
     from spark_dl.rundir.own_checkpoints import Checkpoints, LoadedCheckpoint, open_checkpoints
     from spark_dl.scoring.export import export
     from spark_dl.scoring.saved_model import load_model
@@ -85,6 +86,7 @@ _MODULES = {
     "RankRows": "spark_dl.data.load.local",
     "Sequences": "spark_dl.config",
     "SettingError": "spark_dl.config.checks",
+    "Removed": "spark_dl.retention",
     "ShardSet": "spark_dl.data.dataset.records",
     "Shards": "spark_dl.config",
     "ShuffleReduce": "spark_dl.baselines.driver_loop.shuffle_reduce",
@@ -98,6 +100,7 @@ _MODULES = {
     "TuneResult": "spark_dl.trials.study",
     "World": "spark_dl.world",
     "build_session": "spark_dl.launch.session",
+    "clean": "spark_dl.retention",
     "clean_store": "spark_dl.data.store.store",
     "diagnose": "spark_dl.doctor.doctor",
     "evaluate": "spark_dl.driver",
@@ -147,6 +150,7 @@ __all__ = [
     "ParameterServer",
     "RankError",
     "RankRows",
+    "Removed",
     "Sequences",
     "SettingError",
     "ShardSet",
@@ -162,6 +166,7 @@ __all__ = [
     "TuneResult",
     "World",
     "build_session",
+    "clean",
     "clean_store",
     "diagnose",
     "evaluate",

@@ -40,7 +40,7 @@ from spark_dl.launch.barrier import run_barrier
 from spark_dl.launch.calls import as_call, check_call, check_dataframe, launch_settings
 from spark_dl.launch.failures.errors import RankError
 from spark_dl.launch.rank.task import Attempt, RankResult
-from spark_dl.launch.session import describe_session, find_session
+from spark_dl.launch.session import describe_session, find_session, start_seconds
 from spark_dl.launch.supervise import MoreSlotsError, check_growth, fit_ranks, run_attempts
 from spark_dl.prepare import as_sources, next_attempt, prepare_evaluation, prepare_run
 from spark_dl.rundir import checkpoint, environment, generations, metrics
@@ -126,12 +126,17 @@ def train(
     Args:
         data: a DataFrame, a dataset or its URL; or a mapping of names to these, mixed in every global batch in
             `loader.proportions`.
+        spec: the model, its loss and its functions.
+        config: the settings; by default those of `Config()`.
+        validation: rows, like `data`, for the loss and the metrics after each epoch. Without them,
+            `train.validation_fraction` can take a part of `data`.
         run_dir: folder or URL for shards (of a DataFrame), checkpoints, settings and metrics. All executors must have
             access to it. With `shards.storage` "local" the rows are written to the local disks of the ranks' hosts
             instead.
         resume: continues from the last checkpoint in `run_dir`, if there is one, or from that of this URL, with its
             shards.
         overwrite: deletes an earlier run in `run_dir`.
+        progress: shows a progress bar, or lines where there is no terminal.
         on_event: functions that the driver calls with each event of the run (`EVENTS`). If one raises, the run ends.
         spark: the session; by default that of the DataFrame, of this thread or of the process.
 
@@ -140,6 +145,10 @@ def train(
         RuntimeError: If the cluster cannot run the job.
         RankError: If a rank fails, and another attempt would fail as well or cannot start, or `launch.max_restarts` are
             done.
+
+    Example:
+        >>> result = spark_dl.train(df, spec, config, run_dir="runs/1", overwrite=True)
+        >>> result.metrics, result.checkpoint
     """
     start, functions = time.perf_counter(), as_functions(on_event)
     config, data = config or Config(), as_sources(data, "train")
@@ -192,11 +201,12 @@ def _train_in_attempts(
 
     def start(this: Attempt) -> dict[str, Any]:
         nonlocal run, restart
+        before = {} if this.number else _seconds_before(spark, shown)
         if this.number:
             config = fit_ranks(spark, run.config, most_ranks, left_out=this.left_out)
             run, restart = next_attempt(dataclasses.replace(run, config=config), first_generation, restart), None
         with (
-            environment.recorded(run, describe_session(spark)) as record_end,
+            environment.recorded(run, describe_session(spark), before) as record_end,
             generations.explained(run.run_dir, run.generation),
         ):
             on_event: list[OnEvent] = [*functions, functools.partial(grow, this.left_out)]
@@ -218,6 +228,12 @@ def _train_in_attempts(
         return generations.advice(run.run_dir, run.generation) or checkpoint.how_to_resume(run.run_dir)
 
     return run_attempts(attempt, run.config.launch, on_restart=on_restart, advice=advice)
+
+
+def _seconds_before(spark: Any, shown: ProgressDisplay) -> dict[str, float]:
+    """Returns how long each thing has taken that this call did before its ranks start, by its name."""
+    started = start_seconds(spark)
+    return {**({} if started is None else {"starting Spark": started}), **shown.stage_seconds()}
 
 
 def evaluate(
@@ -242,6 +258,9 @@ def evaluate(
         run_dir: folder or URL that all executors can access, for the rows of a DataFrame, which are written as shards
             and deleted at the end. The default is the run folder of the checkpoint, if it is a folder of this user;
             else a private temporary folder in a local session, and the local disks of the ranks on a cluster.
+
+    Example:
+        >>> spark_dl.evaluate(df, spec, "runs/1")["loss"]
     """
     key_file = config.checkpoint.signing_key_file if config else None
     data, saved = as_sources(data, "evaluate"), checkpoint.find(checkpoint_url, only_weights=True, key_file=key_file)
@@ -294,6 +313,13 @@ def launch(
         overwrite: deletes these, once the call can start.
         run_dir: folder or URL for the function's own checkpoints, which it reads and writes with `open_checkpoints`.
             After a failure, the ranks go on from the last one.
+
+    Example:
+        >>> def rank():
+        ...     import os
+        ...
+        ...     return int(os.environ["RANK"])
+        >>> spark_dl.launch(rank, num_ranks=2)  # [0, 1]
     """
     settings = launch_settings(settings, num_ranks)
     spark = find_session(None, spark)
@@ -331,6 +357,11 @@ def run_on_dataframe(
         shards: the layout of the rows on disk.
         loader: how rows are read.
         validation_fraction: fraction of rows for `rows.loader(..., split="validation")`.
+
+    Example:
+        >>> def count(rows):
+        ...     return sum(int((batch["weight"] > 0).sum()) for batch in rows.batches(64, epoch=0))
+        >>> spark_dl.run_on_dataframe(count, df.select("features"), num_ranks=2)
     """
     settings = launch_settings(settings, num_ranks)
     check_dataframe(df)

@@ -271,6 +271,10 @@ def _is_used_again(
     why = ""
     if None not in (source["key"], before["key"]):
         if source["key"] == before["key"]:
+            _log.info(
+                "the DataFrame is not read: the run goes on with the %d rows that it has written to %s, which are the "
+                "same by its plan and its files", written.rows, url,
+            )  # fmt: skip
             return True
         why = "its plan, its files or settings of the session have changed"
     if before["columns"] not in (None, source["columns"]):

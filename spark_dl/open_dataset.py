@@ -59,6 +59,10 @@ def open_dataset(
 
     Raises:
         ValueError: For a missing dataset or column, and for settings that do not fit the dataset.
+
+    Example:
+        >>> for batch in spark_dl.open_dataset("points", config.data, batch_size=32):
+        ...     batch["features"], batch["label"], batch["weight"]
     """
     rank, num_ranks = find_place() if (cur_shard, shard_count) == (None, None) else _place(cur_shard, shard_count)
     _check_arguments(data, batch_size, drop_last, split, validation_fraction)

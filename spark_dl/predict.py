@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pyarrow as pa
 
@@ -18,9 +18,10 @@ from spark_dl.launch.session import find_session
 from spark_dl.scoring import dataset, saved_model
 from spark_dl.scoring.dataset import predict_dataset
 from spark_dl.scoring.saved_model import Format
-from spark_dl.scoring.scorer import Scorer, find_scorer, scorer_of, scorer_of_build
+from spark_dl.scoring.scorer import OnBadRows, Scorer, find_scorer, scorer_of, scorer_of_build
 from spark_dl.scoring.tables import (
     added_fields,
+    as_struct,
     batch_scorer,
     first_outputs,
     open_scorer,
@@ -43,6 +44,7 @@ def predict(
     *,
     keys: Sequence[str] = (),
     output_schema: StructType | str | None = None,
+    on_bad_rows: OnBadRows = "raise",
     spark: SparkSession | None = None,
 ) -> DataFrame:
     """Adds the columns of `spec.predict` to a DataFrame, or computes them for a dataset. Lazy. Called on the driver.
@@ -66,17 +68,35 @@ def predict(
         output_schema: the columns that the model adds, such as `"prediction float, scores array<float>"`. By default,
             the model computes two rows of zeros on the driver to know them, and, if it does not take zeros, the first
             rows of `data`, which runs a job. A streaming DataFrame has no first rows.
+        on_bad_rows: what a row does that cannot be features, because of a null, NaN, Inf, a wrong length or an image
+            that cannot be decoded. With `"raise"` it ends the job. With `"null"` its predictions are null, and each
+            task says the first one in its log; count them with `predictions.where("prediction IS NULL").count()`. Only
+            for a DataFrame.
 
     Raises:
         ValueError: For a missing feature, a checkpoint of another model, or a column name that exists already.
+
+    Example:
+        >>> spark_dl.predict(df, spec, "runs/1").select("prediction").show()
+        >>> spark_dl.predict(df, spec, "runs/1", on_bad_rows="null").where("prediction IS NULL").count()
     """
     source = as_source(data)
+    if on_bad_rows not in get_args(OnBadRows):
+        raise ValueError(f"on_bad_rows: expected one of {get_args(OnBadRows)}, found {on_bad_rows!r}")
+    if on_bad_rows == "null" and isinstance(source, (str, ShardSet)):
+        raise ValueError(
+            "on_bad_rows: found 'null' with a dataset that is read by its URL, expected 'raise'; read it as a "
+            "DataFrame, spark.read.parquet(url)"
+        )
     scorer = with_declared(find_scorer(model, checkpoint_url, config, data=source), output_schema)
     if isinstance(source, (str, ShardSet)):
         return predict_dataset(find_session(None, spark), source, scorer, keys)
     if keys:
         raise ValueError(f"keys: found {list(keys)} with a DataFrame, which keeps all its columns; remove keys")
-    return add_predictions(source, scorer, added_fields(scorer, first_outputs(source, scorer)))
+    added = added_fields(scorer, first_outputs(source, scorer))
+    if on_bad_rows == "null":
+        scorer = replace(with_declared(scorer, as_struct(added)), on_bad_rows="null")
+    return add_predictions(source, scorer, added)
 
 
 def predict_udf(
@@ -92,6 +112,10 @@ def predict_udf(
     The arguments are those of `predict`; `data`, rows with the features, is needed without a checkpoint. The function
     returns the only column of `spec.predict`, or a struct of all its columns. Register it for SQL:
     `spark.udf.register("score", spark_dl.predict_udf(model))`. Called on the driver.
+
+    Example:
+        >>> score = spark_dl.predict_udf(spec, "runs/1")
+        >>> df.select(score("features")).show()
     """
     scorer = with_declared(find_scorer(model, checkpoint_url, config, data=data), output_schema)
     return dataset.build_udf(scorer, first_outputs(as_source(data), scorer) if hasattr(data, "sparkSession") else None)
@@ -125,6 +149,9 @@ def save_model(
     Raises:
         ValueError: For a folder that is in use, for a checkpoint with another signature, for functions without an
             importable name (`"weights"`), and for models that `torch.export` does not take (`"export"`).
+
+    Example:
+        >>> spark_dl.save_model("models/1", spec, "runs/1", format="export", overwrite=True)
     """
     if checkpoint_url is None:
         scorer = scorer_of_build(spec, config, data)

@@ -65,6 +65,11 @@ def refuse_stream(data: Any, call: str) -> None:
         )
 
 
+def quoted(name: str) -> str:
+    """Returns the name of a top-level column for Spark's functions, which take dots for fields of structs."""
+    return f"`{name.replace('`', '``')}`"
+
+
 def describe(call: str, num_ranks: int, subject: str) -> str:
     """Returns the description of the job of some ranks, such as `spark_dl train: 2 ranks, /data/runs/digits`."""
     return f"spark_dl {call}: {num_ranks} rank{'s' * (num_ranks != 1)}, {subject}"

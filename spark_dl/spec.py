@@ -116,6 +116,9 @@ class ModelSpec:
         experts: names or patterns of the `spark_dl.nn.MoE` layers whose experts `parallel.experts` divides among ranks,
             such as `["layers.*.moe"]`. The default is all of them.
         set_position: called with the model and a `Position` before every step and before every validation.
+
+    Example:
+        >>> spec = spark_dl.ModelSpec(build=lambda: torch.nn.Linear(2, 2), loss="CrossEntropyLoss")
     """
 
     build: Callable[[], nn.Module]

@@ -215,6 +215,7 @@ class ProgressDisplay:
         self._shown: dict[str, str] = {}
         self._place = ""
         self._stage = "starting"
+        self._stages: list[tuple[str, float]] = []
         self._last_line, self._last_line_at = "", -LINE_S
         self._bar = _build_bar(name) if enabled else None
         self._curve = LiveCurve() if enabled and is_notebook() else None
@@ -245,11 +246,20 @@ class ProgressDisplay:
 
     def stage(self, text: str) -> None:
         """Shows what the call does now, such as `writing shards`."""
+        self._stages.append((text, time.monotonic()))
         self._describe(text)
         if self._bar is not None:
             self._bar.refresh()
         elif self._thread is not None:
             self._write_line()
+
+    def stage_seconds(self) -> dict[str, float]:
+        """Returns how long each stage has taken until now, by its text."""
+        seconds: dict[str, float] = {}
+        ends = [*(start for _, start in self._stages[1:]), time.monotonic()]
+        for (text, start), end in zip(self._stages, ends, strict=False):  # without a stage, there is an end alone
+            seconds[text] = seconds.get(text, 0.0) + end - start
+        return seconds
 
     def show(self, event: Mapping[str, Any]) -> None:
         """Shows one event of a run."""

@@ -26,9 +26,9 @@ class Checkpoint:
     `train.early_stop_metric`, or of the validation loss without one. `train.early_stop_mode` says what is better. Null
     is 1 with validation rows, and 0 without."""
     asynchronous: bool = False
-    """Write checkpoints while training goes on. Training stands still for a copy of the state alone, which needs as
-    much memory of the host as the state has. A checkpoint begins only when the one before is written. If writing that
-    one failed, its error is raised then."""
+    """Write checkpoints while training goes on. Training pauses only while the state is copied. The copy needs host
+    memory equal to the size of the state. A checkpoint begins only when the one before is written. If writing that one
+    failed, its error is raised then."""
     on_error: OnError = "raise"
     """What happens if the storage refuses a checkpoint, for example because a disk is full or read-only. `raise` ends
     the attempt, and the ranks are started again, up to `launch.max_restarts` times. `warn` logs a warning, and training

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args, get_type_hints
 
+from spark_dl._version import __version__
+
 IMAGE_CHOICES = {
     "mode": ("RGB", "L", "unchanged"), "orientation": ("apply", "ignore"), "interpolation": ("bilinear", "nearest"),
     "bad": ("raise", "drop", "null"),
@@ -111,23 +113,40 @@ def listed(names: Sequence[str], show: Callable[[str], str] = repr, most: int = 
     return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
 
 
-def missing_on_executors(error: str) -> str | None:
-    """Returns the message for a Spark job that failed because a package is missing on executors, or None.
+class UnfitPythonError(RuntimeError):
+    """An executor's Python lacks a module, or has another version of it. Another attempt would find the same."""
+
+    is_retryable = False
+
+
+def unfit_python(error: str) -> str | None:
+    """Returns the message for a Spark job that failed because of the Python of an executor, or None.
+
+    It names the host, what its Python has and what it needs.
 
     Args:
         error: Spark's message.
     """
+    task = re.search(r"Lost task \S+ in stage \S+ \(TID \d+\) \((\S+) executor", error)
+    where = f"host {task[1]}: the executor's Python" if task else "the executors' Python"
+    number = r":? \(?(\d+)[., ]+(\d+)\)?"  # 3.12, and (3, 12) of Spark 3.5
+    if other := re.search(f"Python in worker has different version{number} than that in driver{number}", error):
+        found, expected = f"{other[1]}.{other[2]}", f"{other[3]}.{other[4]}"
+        return (
+            f"{where} is {found}, expected {expected}, which the driver has; set PYSPARK_PYTHON to an interpreter of "
+            f"Python {expected} that all executors have, or start the driver with Python {found}"
+        )
     match = re.search(r"No module named '?((?:spark_dl|torch|numpy|pandas|pyarrow)[\w.]*)", error)
     if not match and re.search(r"(?:Can't get attribute .* on <module|cannot import name .* from) 'spark_dl", error):
         return (
-            "the executors' Python has another version of spark_dl than the driver; install the same version, or set "
-            "PYSPARK_PYTHON to an interpreter that has it"
+            f"{where} has another version of spark_dl than the driver, which has {__version__}; install the same "
+            "version, or set PYSPARK_PYTHON to an interpreter that has it"
         )
     if not match:
         return None
     wheel = " (of the files of --py-files, executors take .zip, .egg and .jar, not .whl: rename a copy to .zip)"
     return (
-        f"the executors' Python has no {match.group(1)}; set PYSPARK_PYTHON to an interpreter that has spark_dl (of "
+        f"{where} has no {match.group(1)}; set PYSPARK_PYTHON to an interpreter that has spark_dl (of "
         f"this version) and torch, or install them there{wheel * match.group(1).startswith('spark_dl')}"
     )
 

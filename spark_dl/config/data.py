@@ -48,9 +48,8 @@ class Data:
     """Further columns for the loss (with `data.label: null`) and for the metrics. They are not passed to the model, and
     `predict` does not need them."""
     weight: str | None = None
-    """Column with the weight of each row, a finite number >= 0. The loss of a row is multiplied by it. The gradient and
-    the mean loss are still divided by the number of rows, so weights with a mean of 1 keep the learning rate right. A
-    row of weight 0 does not count in metrics."""
+    """Column with the weight of each row, a finite number >= 0. The loss is `sum(weight * loss) / rows`: scale the
+    weights to a mean of 1, or they change the learning rate. A row of weight 0 does not count in metrics."""
     cast: dict[str, str] = field(default_factory=dict)
     """NumPy dtypes, by column, in which batches have the columns: `{features: float32, label: int64}`. Stored columns
     keep their dtypes. Spark ML vectors are float64, and most models are float32."""

@@ -21,9 +21,9 @@ class Launch:
     num_ranks: int = 1
     """Number of ranks. Each rank is a barrier task with one process on one device."""
     min_ranks: int | None = None
-    """If the cluster has fewer slots than `num_ranks`, `train` and `evaluate` start as many ranks as it has slots for,
-    at least so many. When it gets more slots, more ranks of a training start at the next checkpoint. Null: exactly
-    `num_ranks`. The order of rows does not depend on the number of ranks."""
+    """If the cluster has fewer slots than `num_ranks`, `train` and `evaluate` start as many ranks as there are slots,
+    but at least `min_ranks`. When slots become free, training stops at the next checkpoint and restarts with more
+    ranks. Null: exactly `num_ranks`. The order of rows does not depend on the number of ranks."""
     device: Device = "auto"
     """`auto` uses the GPU that Spark gives the task, else the CPU. With `cuda`, a missing GPU is an error; with a local
     master, where Spark gives no GPUs, ranks take them by their number."""
@@ -68,8 +68,8 @@ class Launch:
     """Whether ranks may send gradients to each other unencrypted although Spark encrypts what it sends
     (`spark.network.crypto.enabled`, `spark.ssl.enabled`). Set it if the network itself is private."""
     independent_ranks: bool = False
-    """Whether the ranks of `launch` may train without a process group, each a model of its own. The default is an
-    error at the first optimizer step, as a rank that trains alone is mostly a mistake that nobody notices."""
+    """Whether the ranks of `launch` may train without a process group, each a model of its own. The default is an error
+    at the first optimizer step, because a rank that trains without a process group is almost always a silent bug."""
 
     def __post_init__(self) -> None:
         check_number(self, "num_ranks", 1, whole=True)

@@ -131,9 +131,15 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 def load_config(path: str | Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
     """Reads a YAML file and applies dotted overrides, `["train.lr=0.1"]` or `{"train.lr": 0.1}`.
 
+    The sections `input` and `model` of a file for `spark-dl` are left to that command.
     Raises ValueError for an unknown key, with the closest known key, and for an invalid value.
+
+    Example:
+        >>> spark_dl.load_config(overrides={"train.lr": 0.1}).train.lr
     """
-    layers: list[Layer] = [] if path is None else [read_file(path)]
+    layers: list[Layer] = [] if path is None else [
+        {key: value for key, value in read_file(path).items() if key not in ("input", "model")}
+    ]  # fmt: skip
     if isinstance(overrides, Mapping):
         layers += [{key: _as_written(value)} for key, value in overrides.items()]
     else:

@@ -54,6 +54,9 @@ def diagnose(
 
     Raises:
         RuntimeError: If there is no session. What is wrong is in the result.
+
+    Example:
+        >>> print(spark_dl.diagnose(config, run_dir="runs/probe").text)
     """
     start, launch = time.perf_counter(), (config or Config()).launch
     spark = find_session(None, spark)
@@ -268,7 +271,7 @@ def _leftovers(hosts: Ranks, *, is_reaped: bool) -> Iterator[Finding]:
     if not hosts:
         return
     changes = {
-        f"run jobs/doctor.py --reap{' again, or end and delete them yourself' if is_reaped else ''}": left,
+        f"run spark-dl doctor --reap{' again, or end and delete them yourself' if is_reaped else ''}": left,
         "look at the disks of spark.local.dir and the temporary folder of this host": not is_complete,
     }
     yield Finding(

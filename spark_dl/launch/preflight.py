@@ -270,6 +270,14 @@ def check_log_dir(launch: Launch) -> None:
             raise ValueError(f"launch.log_dir: cannot create the folder {launch.log_dir!r}: {error}") from error
 
 
+class TooFewSlotsError(RuntimeError):
+    """The cluster has fewer task slots than there are ranks. On a cluster, executors can come later."""
+
+    def __init__(self, message: str, is_retryable: bool):
+        super().__init__(message)
+        self.is_retryable = is_retryable
+
+
 def check_slots(spark: Any, launch: Launch, profile: Any = None, wait_s: float | None = None) -> None:
     """Raises RuntimeError if the cluster has fewer task slots than ranks, ValueError if no executor has one.
 
@@ -296,11 +304,12 @@ def check_slots(spark: Any, launch: Launch, profile: Any = None, wait_s: float |
         about = "" if profile is None else f", launch.gpus_per_rank={launch.gpus_per_rank}"
         if executor_gpus := _conf(spark, EXECUTOR):
             about += f", {EXECUTOR}={executor_gpus}, {TASK}={_conf(spark, TASK)}"
-        raise RuntimeError(
+        raise TooFewSlotsError(
             f"{num_ranks} ranks need {num_ranks} task slots at the same time, and the cluster has {slots} "
             f"(spark.master={_conf(spark, 'spark.master')}, spark.task.cpus={_conf(spark, 'spark.task.cpus') or 1}"
             f"{about}); lower launch.num_ranks, or give the application more executors"
-            f"{', cores or GPUs' if about else ' or cores'}"
+            f"{', cores or GPUs' if about else ' or cores'}",
+            is_retryable=not fixed,
         )
     if slots is not None and slots > num_ranks == Launch().num_ranks:
         _log.info(

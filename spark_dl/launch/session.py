@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,10 @@ _DEFAULTS = {
 }
 
 
+_start_seconds: dict[str, float] = {}
+"""How long sessions took to start, by the id of the application."""
+
+
 def build_session(name: str, *, master: str | None = None, conf: Mapping[str, str] | None = None) -> Any:
     """Returns the session of `spark-submit` or the notebook, or starts one. Called on the driver.
 
@@ -37,8 +42,11 @@ def build_session(name: str, *, master: str | None = None, conf: Mapping[str, st
             defaults of this function. Ignored for Spark Connect, with a warning, as the server has its own settings.
     """
     unset = [key for key in ("PYSPARK_PYTHON", "SPARK_HOME") if key not in os.environ]
+    since = time.monotonic()
     try:
-        return _build_session(name, master, dict(conf or {}))
+        session = _build_session(name, master, dict(conf or {}))
+        _start_seconds.setdefault(session.conf.get("spark.app.id", ""), time.monotonic() - since)
+        return session
     finally:
         for key in unset:
             os.environ.pop(key, None)
@@ -125,6 +133,11 @@ def describe_session(spark: Any) -> dict[str, str]:
     master = str(spark.conf.get("spark.master", ""))
     kind = " over Spark Connect" if is_connect(spark) else ""
     return {"version": f"{spark.version}{kind}", "master": master, "application": spark.conf.get("spark.app.id", "")}
+
+
+def start_seconds(spark: Any) -> float | None:
+    """Returns how long `build_session` took to start a session; None if it did not start this one."""
+    return _start_seconds.get(spark.conf.get("spark.app.id", ""))
 
 
 def _with_own_python(spark: Any) -> Any:

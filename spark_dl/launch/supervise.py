@@ -22,6 +22,7 @@ from spark_dl.config import Config, Launch
 from spark_dl.launch import preflight
 from spark_dl.launch.failures.errors import RankError
 from spark_dl.launch.rank.task import Attempt
+from spark_dl.spark_job import SessionEndedError
 
 T = TypeVar("T")
 RESTARTS = 3
@@ -29,7 +30,7 @@ RESTARTS = 3
 _LONGEST_WAIT_S = 60.0
 PREEMPTIONS = 100
 """How often ranks are started again after SIGTERM, by which hosts that are taken away end their processes."""
-_NOT_OF_USER = ("builtins", "py4j", "pyspark")
+_NOT_OF_USER = ("builtins", "py4j", "pyspark", "spark_dl")
 """Packages of the exceptions that do not come from a function of the user."""
 _log = logging.getLogger("spark_dl")
 
@@ -66,13 +67,15 @@ def run_attempts(
         except RankError as error:
             failures.append(error)
             if reason := reason_to_stop(failures, max_restarts):
-                last = error if len(failures) == 1 else error.after(failures[:-1], reason)
+                last = error if len(failures) == 1 else error.after(failures[:-1], reason, again=_is_same(failures))
                 raise last.advised(advice()) from error.__cause__
         except Exception as error:
-            if not failures or type(error).__module__.partition(".")[0] not in _NOT_OF_USER:
+            is_of_user = type(error).__module__.partition(".")[0] not in _NOT_OF_USER
+            if not failures or is_of_user or isinstance(error, SessionEndedError):
                 raise
             why_last = f"the next one ended with {type(error).__name__}: {error}"
-            raise failures[-1].after(failures[:-1], why_last).advised(advice()) from error
+            again = not getattr(error, "is_retryable", True)
+            raise failures[-1].after(failures[:-1], why_last, again=again).advised(advice()) from error
         wait_s = backoff_s(len(failures), launch.restart_wait_s)
         counted = sum(not failure.is_preemption for failure in failures)
         number = "preempted" if failures[-1].is_preemption else f"restart {counted} of {max_restarts}"
@@ -93,10 +96,8 @@ def reason_to_stop(failures: Sequence[RankError], max_restarts: int) -> str:
         return f"ranks were ended by SIGTERM {preempted} times" if preempted > PREEMPTIONS else ""
     if not last.is_retryable:
         return "the error would come again"
-    if last.error and last.step is not None and len(failures) > 1:
-        before = failures[-2]
-        if (before.error, before.step) == (last.error, last.step):
-            return f"the same error came twice in step {last.step}"
+    if _is_same(failures):
+        return f"the same error came twice in step {last.step}"
     if len(failures) - (preempted if max_restarts else 0) > max_restarts:
         hosts = {failure.host for failure in failures if not failure.is_preemption}
         others = frozenset[str]().union(*(failure.hosts for failure in failures)) - hosts
@@ -105,6 +106,13 @@ def reason_to_stop(failures: Sequence[RankError], max_restarts: int) -> str:
         where = f", and all failures were on host {hosts.pop()}: take it out of the cluster" if same else ""
         return f"launch.max_restarts is {max_restarts}{where}"
     return ""
+
+
+def _is_same(failures: Sequence[RankError]) -> bool:
+    """Whether the last two attempts have ended with the same error in the same step."""
+    if len(failures) < 2 or not failures[-1].error or failures[-1].step is None:
+        return False
+    return (failures[-2].error, failures[-2].step) == (failures[-1].error, failures[-1].step)
 
 
 def failing_hosts(failures: Sequence[RankError], exclude_after: int | None) -> frozenset[str]:

@@ -18,10 +18,11 @@ from torch import nn
 
 from spark_dl.config import Config
 from spark_dl.ml.estimator import TorchEstimator
-from spark_dl.ml.model import TorchModel, quoted
+from spark_dl.ml.model import TorchModel
 from spark_dl.scoring.outputs import ClassColumns, Squeezed, single_output
 from spark_dl.scoring.scorer import Scorer
 from spark_dl.scoring.tables import Outputs, trial
+from spark_dl.spark_job import quoted
 from spark_dl.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -100,6 +101,9 @@ class TorchClassifier(TorchEstimator, _ClassifierParams):
     The arguments are those of `TorchEstimator`, and `predictionCol`, `probabilityCol` and `rawPredictionCol`, whose
     names can be empty. The label has the values 0 to classes - 1, of any numeric type; in batches it is int64, or
     float32 for `BCEWithLogitsLoss`. The default loss is `CrossEntropyLoss`.
+
+    Example:
+        >>> classifier = TorchClassifier(lambda: torch.nn.Linear(2, 2), config, runDir="runs/ml")
     """
 
     _model = TorchClassificationModel

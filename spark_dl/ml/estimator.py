@@ -20,12 +20,12 @@ from spark_dl.data.dataset.manifest import delete_dataset
 from spark_dl.data.write.shards import read_once
 from spark_dl.data.write.vocabulary import NO_ROWS
 from spark_dl.ml import model
-from spark_dl.ml.model import TorchModel, quoted
+from spark_dl.ml.model import TorchModel
 from spark_dl.ml.multiple import models_together
 from spark_dl.ml.params import TorchParams
 from spark_dl.rundir.run_folder import SHARDS
 from spark_dl.scoring.scorer import scorer_of
-from spark_dl.spark_job import refuse_stream
+from spark_dl.spark_job import quoted, refuse_stream
 from spark_dl.spec import ModelSpec
 from spark_dl.trials.study import train_listed
 

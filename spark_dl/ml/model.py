@@ -27,6 +27,7 @@ from spark_dl.predict import add_predictions
 from spark_dl.scoring import names, saved_model
 from spark_dl.scoring.scorer import Scorer, saved_scorer
 from spark_dl.scoring.tables import Outputs, added_fields, first_outputs
+from spark_dl.spark_job import quoted
 from spark_dl.spec import FUNCTIONS, ModelSpec, build_loss
 
 if TYPE_CHECKING:
@@ -45,11 +46,6 @@ def select(df: DataFrame, columns: list[str]) -> DataFrame:
                 f"[{listed(df.columns)}]"
             )
     return df.select(*map(quoted, columns))
-
-
-def quoted(name: str) -> str:
-    """Returns the name of a top-level column for Spark's functions, which take dots for fields of structs."""
-    return f"`{name.replace('`', '``')}`"
 
 
 class ModelWriter(MLWriter):

@@ -182,7 +182,7 @@ def plan_mesh(
 
     Raises:
         ValueError: For what is no profile, and, with the least memory that is needed, if no plan fits.
-            ModuleNotFoundError for a page without the packages of `pip install 'spark_dl[plot]'`.
+            ModuleNotFoundError for a page without the packages of the extra `spark_dl[plot]`.
     """
     _check(num_ranks, hosts, global_batch_size, memory_gib, optimizer)
     url = None if page is None else storage.absolute(page)

@@ -70,16 +70,23 @@ def read(run_dir: str) -> tuple[list[AttemptRecord], list[str]]:
 
 
 @contextlib.contextmanager
-def recorded(run: Run, spark: Mapping[str, Any]) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+def recorded(
+    run: Run, spark: Mapping[str, Any], before: Mapping[str, float]
+) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Records an attempt by its driver: its start, and at the end of the block its outcome.
 
-    Yields a function that takes the result of the run. spark: what the driver knows about Spark.
+    Yields a function that takes the result of the run.
+
+    Args:
+        spark: what the driver knows about Spark.
+        before: the seconds of what came before, such as the writing of the rows, by its name.
     """
     about = {
         **_about(run),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "spark": dict(spark),
+        "before": dict(before),
         "outcome": RUNNING,
     }
     _write(run, "driver", about)

@@ -222,10 +222,16 @@ def advice(run_dir: str, generation: int) -> str:
     return ""
 
 
+class SupersededError(RuntimeError):
+    """A newer attempt of the run has started, and continues. Running this one again would end the newer one."""
+
+    is_retryable = False
+
+
 def check_newest(run_dir: str, generation: int) -> None:
-    """Raises RuntimeError if a newer attempt has started."""
+    """Raises SupersededError if a newer attempt has started."""
     if why := superseded(run_dir, generation):
-        raise RuntimeError(f"{why}; the newer attempt continues, and this one stops")
+        raise SupersededError(f"{why}; the newer attempt continues, and this one stops")
 
 
 @contextlib.contextmanager
@@ -239,7 +245,7 @@ def explained(run_dir: str, generation: int) -> Iterator[None]:
             why = superseded(run_dir, generation)
         if not why or "has started since" in str(error):
             raise
-        raise RuntimeError(f"{why}; the newer attempt continues, and this one stopped: {error}") from error
+        raise SupersededError(f"{why}; the newer attempt continues, and this one stopped: {error}") from error
 
 
 def damage(run_dir: str, *, at_least: int = 0) -> str:

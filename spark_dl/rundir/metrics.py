@@ -106,12 +106,18 @@ def add_restart(run_dir: str, line: Mapping[str, Any], *, from_start: bool) -> N
     Raises:
         OSError: If the file cannot be written.
     """
-    url = storage.within(run_dir, FILE)
-    before = b""
     if from_start:
         kept = [old for old in read_valid_lines(run_dir)[0] if old["kind"] == _RESTART]
-        before = "".join(json.dumps(old) + "\n" for old in kept).encode()
-    elif storage.exists(url):
+        lines = "".join(json.dumps(each) + "\n" for each in (*kept, line))
+        storage.write_bytes(storage.within(run_dir, FILE), lines.encode())
+    else:
+        add_line(run_dir, line)
+
+
+def add_line(run_dir: str, line: Mapping[str, Any]) -> None:
+    """Adds a line of the driver, while no rank writes the file. Raises OSError if it cannot be written."""
+    url, before = storage.within(run_dir, FILE), b""
+    if storage.exists(url):
         before = storage.read_bytes(url)
         before = before[: before.rfind(b"\n") + 1]  # a rank can be killed in the middle of a line
     storage.write_bytes(url, before + json.dumps(line).encode() + b"\n")

@@ -20,7 +20,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -49,6 +49,8 @@ MLFLOW = "mlflow.json"
 PROFILE = "profile"
 TRACE = "rank-{}.pt.trace.json.gz"
 _NAMES = (checkpoint.FOLDER, SHARDS, metrics.FILE, CONFIG, LOGS, environment.FOLDER, TRIALS, STUDY)
+_RUN_FILES = (CONFIG, metrics.FILE, MLFLOW, STUDY, PICTURE)
+"""Files of a run that are not in a folder of it."""
 _SMALL_FILES = {
     environment.FOLDER: environment.OWN_FILE,
     LOGS: re.compile(r"rank-\d+\.log"),
@@ -79,7 +81,7 @@ def _trials(run_dir: str) -> list[str]:
     """Returns the run folders of the trials of a run."""
     folder = storage.within(run_dir, TRIALS)
     named = [storage.join(folder, name) for name in storage.list_names(folder) if _TRIAL.fullmatch(name)]
-    return [trial for trial in named if storage.is_link(trial) or _is_marked(trial)]
+    return [trial for trial in named if storage.is_link(trial) or is_run(trial)]
 
 
 def check_folder(run_dir: str, *, overwrite: bool) -> None:
@@ -90,7 +92,7 @@ def check_folder(run_dir: str, *, overwrite: bool) -> None:
     _warn_of_others(run_dir)
     _check_links(run_dir, deep=overwrite)
     names = [name for name in _NAMES if _holds(storage.within(run_dir, name))]
-    if names and not _is_marked(run_dir):
+    if names and not is_run(run_dir):
         raise ValueError(
             f"{run_dir} contains {', '.join(names)} without the mark of a run ({generations.FOLDER}/000001), so this "
             "version of spark_dl did not write them; nothing was changed: use another run_dir, or move them"
@@ -122,7 +124,7 @@ def delete_run(run_dir: str, keep: Collection[str]) -> None:
     """
     delete_checkpoints(run_dir)
     used = [storage.identity(url) for url in keep]
-    for url in _shard_sets(run_dir):
+    for url in shard_sets(run_dir):
         folder = storage.identity(url)
         if not any(at == folder or at.startswith(f"{folder}/") for at in used):
             delete_dataset(url)
@@ -134,13 +136,55 @@ def delete_run(run_dir: str, keep: Collection[str]) -> None:
         storage.delete_file(storage.join(trial, CONFIG))
 
 
+def own_files(run_dir: str) -> Iterator[tuple[str, int, float]]:
+    """Yields the URL, the size in bytes and the time of the last change of each file of a run."""
+    folders: list[tuple[str, Callable[[str], Any]]] = [
+        *((url, checkpoint_files.is_own_file) for url in _checkpoints(run_dir)),
+        *((url, is_dataset_file) for url in shard_sets(run_dir)),
+        *((storage.within(run_dir, name), is_own.fullmatch) for name, is_own in _SMALL_FILES.items()),
+        (storage.within(run_dir, generations.FOLDER), str.isdecimal),
+        (run_dir, _RUN_FILES.__contains__),
+    ]
+    for folder, is_ours in folders:
+        for info in storage.list_infos(folder):
+            if info.type == FileType.File and is_ours(info.base_name):
+                yield storage.join(folder, info.base_name), info.size or 0, (info.mtime_ns or 0) / 1e9
+    for trial in _trials(run_dir):
+        yield from own_files(trial)
+
+
+def other_names(run_dir: str) -> list[str]:
+    """Returns the names in a run folder that are not among those of a run, such as `predictions`."""
+    known = {*_NAMES, *_SMALL_FILES, *_RUN_FILES, generations.FOLDER}
+    return [name for name in storage.list_names(run_dir) if name not in known]
+
+
+def remove(run_dir: str) -> None:
+    """Deletes a run: all that `delete_run` deletes, what records its attempts, and its pictures. The folder goes if
+    nothing else is in it. Raises ValueError for links, before anything is deleted.
+    """
+    for trial in _trials(run_dir):
+        remove(trial)
+    delete_run(run_dir, keep=())
+    attempts = storage.within(run_dir, generations.FOLDER)
+    names = [name for name in storage.list_names(attempts) if name.isdecimal()]
+    for url in [*(storage.within(run_dir, name) for name in _RUN_FILES), *(storage.join(attempts, n) for n in names)]:
+        storage.delete_file(url)
+    folders = (checkpoint.FOLDER, SHARDS, TRIALS, generations.FOLDER, *_SMALL_FILES)
+    for folder in (*(storage.within(run_dir, name) for name in folders), run_dir):
+        if storage.is_local(folder) and storage.exists(folder) and not storage.list_names(folder):
+            with contextlib.suppress(OSError):  # another process has written to it
+                os.rmdir(storage.absolute(folder))
+
+
 def _holds(url: str) -> bool:
     """Whether this is a file, a link, or a folder that is not empty."""
     kind = storage.info(url).type
     return storage.is_link(url) or (kind == FileType.File) or bool(storage.list_infos(url))
 
 
-def _is_marked(run_dir: str) -> bool:
+def is_run(run_dir: str) -> bool:
+    """Whether a folder has the mark of a run."""
     folder = storage.within(run_dir, generations.FOLDER)
     for name in storage.list_names(folder):
         try:
@@ -156,7 +200,8 @@ def _checkpoints(run_dir: str) -> list[str]:
     return [storage.join(folder, name) for name in storage.list_names(folder) if checkpoint_files.parse_name(name)]
 
 
-def _shard_sets(run_dir: str) -> list[str]:
+def shard_sets(run_dir: str) -> list[str]:
+    """Returns the datasets in a run folder: the copies of its rows."""
     folder = storage.within(run_dir, SHARDS)
     return [storage.join(folder, name) for name in storage.list_names(folder) if _SHARD_SET.fullmatch(name)]
 
@@ -180,7 +225,7 @@ def _check_links(run_dir: str, *, deep: bool) -> None:
         return
     for name in (generations.FOLDER, *_NAMES, MLFLOW, TENSORBOARD, PROFILE, PICTURE):
         storage.within(run_dir, name)
-    folders = [*_checkpoints(run_dir), *_shard_sets(run_dir)]
+    folders = [*_checkpoints(run_dir), *shard_sets(run_dir)]
     for url in (*folders, *_small_files(run_dir), *(trials := _trials(run_dir))):
         storage.within(storage.dirname(url), storage.name(url))
     for folder in folders if deep else ():

@@ -27,7 +27,16 @@ from spark_dl.launch.code import payload
 from spark_dl.scoring import keys
 from spark_dl.scoring.saved_model import features_only
 from spark_dl.scoring.scorer import Scorer
-from spark_dl.scoring.tables import OpenScorer, Outputs, added_fields, batch_scorer, open_scorer, pack, trained_sources
+from spark_dl.scoring.tables import (
+    OpenScorer,
+    Outputs,
+    added_fields,
+    as_struct,
+    batch_scorer,
+    open_scorer,
+    pack,
+    trained_sources,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -101,10 +110,8 @@ def function_of(scorer: Scorer, types: dict[str, DataType]) -> Any:
 
 def _result_type(added: dict[str, DataType]) -> Any:
     """Returns the type of the only new column, or a struct of all."""
-    from pyspark.sql.types import StructField, StructType
-
     types = list(added.values())
-    return types[0] if len(types) == 1 else StructType([StructField(name, t) for name, t in added.items()])
+    return types[0] if len(types) == 1 else as_struct(added)
 
 
 def _spark_schema(arrow: pa.Schema) -> StructType:

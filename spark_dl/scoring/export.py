@@ -27,6 +27,9 @@ def export(
     Args:
         path: path or URL of the file. Nothing is overwritten.
         signing_key_file: file with the key that must have signed the checkpoint.
+
+    Example:
+        >>> spark_dl.export("runs/1", "model.safetensors")
     """
     url = check_export(path)
     saved = checkpoint.find(checkpoint_url, only_weights=True, key_file=signing_key_file)

@@ -183,6 +183,9 @@ def load_model(url: str | os.PathLike[str], *, sha256: str | None = None) -> nn.
 
     Args:
         sha256: `SavedModel.sha256`, if the description was read before, so that it and the weights are of one model.
+
+    Example:
+        >>> model = spark_dl.load_model("models/1")
     """
     url = _folder_of(url)
     described, found = _read_description(url)

@@ -9,7 +9,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,8 @@ from spark_dl.parallel.loss import EvaluationMode
 from spark_dl.rundir import checkpoint
 from spark_dl.scoring import saved_model
 from spark_dl.spec import Batch, ModelSpec, check_rows
+
+OnBadRows = Literal["raise", "null"]
 
 MOST_ROWS_AT_ONCE = 1024
 """Rows of one call of the model, without `loader.rows_at_once`."""
@@ -58,6 +60,9 @@ class Scorer:
     is_saved_model: bool = False
     varying: tuple[tuple[str, str], ...] = ()
     """New columns with one value for each value of a ragged feature: (name, feature). Their padding is cut off."""
+    on_bad_rows: OnBadRows = "raise"
+    """What a row that cannot be a feature of the model does: it ends the job, or its new columns are null, whose types
+    `output_schema` then has."""
     output_schema: str = ""
     """The new columns as the caller declared them, as JSON of Spark's StructType; empty if a trial finds them."""
 

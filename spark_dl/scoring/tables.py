@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
@@ -36,6 +37,13 @@ _DECODED_BYTES = 64 << 20
 """Bytes of the features of the rows that are decoded at once."""
 _TRIED_ROWS = 1000
 """Rows of which the first two that training would keep tell what the model returns."""
+
+_ROW = "row of the batch"
+
+
+class OtherShapeError(ValueError):
+    """Cells of another shape than the model was trained on."""
+
 
 Outputs = dict[str, Tensor | Ragged]
 """New columns by name, each (rows, ...)."""
@@ -101,7 +109,9 @@ def batch_scorer(
 
     The rows are decoded in pieces of bounded size: Spark's batch of 10,000 small files can be gigabytes of pixels.
     """
-    scorer, context = opened.scorer, opened.context
+    from pyspark.sql.pandas.types import to_arrow_type
+
+    scorer, context, has_said = opened.scorer, opened.context, False
     at_once = max(1, _DECODED_BYTES // max(1, sum(column.value_bytes for column in scorer.columns)))
     rows = 0
 
@@ -113,6 +123,8 @@ def batch_scorer(
 
     def score_piece(batch: pa.RecordBatch) -> dict[str, pa.Array]:
         nonlocal rows
+        if scorer.on_bad_rows == "null":
+            return score_good(batch)
         try:
             cells = _features(sources, scorer.columns, batch, scorer.config.data)
         except BadCellsError as error:
@@ -121,7 +133,69 @@ def batch_scorer(
         rows += batch.num_rows
         return opened.arrays(cells)
 
+    def score_good(batch: pa.RecordBatch) -> dict[str, pa.Array]:
+        nonlocal rows, has_said
+        parts = [part for part in _good_rows(sources, scorer.columns, batch, scorer.config.data) if len(part.rows)]
+        arrays = [opened.arrays(part.cells) for part in parts]
+        good = np.concatenate([np.zeros(0, np.int64), *(part.rows for part in parts)])
+        if len(good) < batch.num_rows and not has_said:
+            first = rows + int(np.setdiff1d(np.arange(batch.num_rows), good)[0])
+            why = next((part.why for part in parts if part.why), "")
+            _log.warning("partition %d, row %d: the predictions are null; %s", context.partitionId(), first, why)
+            has_said = True
+        rows += batch.num_rows
+        places = np.full(batch.num_rows, -1)
+        places[good] = np.arange(len(good))
+        indices = pa.array(places, mask=places < 0)
+        empty = {name: pa.nulls(0, to_arrow_type(kind)) for name, kind in declared_fields(scorer).items()}
+        return {
+            name: pa.concat_arrays([none, *(part[name] for part in arrays)]).take(indices)
+            for name, none in empty.items()
+        }
+
     return score
+
+
+@dataclass(frozen=True)
+class _GoodRows:
+    """Rows of a batch that can be features of the model."""
+
+    rows: npt.NDArray[np.int64]
+    cells: list[Array | Ragged]
+    """Of each feature, (rows, *cell)."""
+    why: str = ""
+    """Why the next row cannot; empty if it is only null, NaN or Inf."""
+
+
+def _good_rows(
+    sources: Sequence[SourceColumn], columns: Sequence[Column], batch: pa.RecordBatch, data: Data
+) -> list[_GoodRows]:
+    """Returns the rows of a batch that can be features, in order.
+
+    Rows with null, NaN or Inf are left out at once. The halves of a batch with another bad cell are tried on their own.
+    """
+    lenient = replace(
+        data,
+        nulls="drop" if data.nulls == "error" else data.nulls,
+        nonfinite="drop" if data.nonfinite == "error" else data.nonfinite,
+    )
+    number = SourceColumn(_ROW, "int64", "scalar", path=(_ROW,))
+
+    def find(start: int, stop: int) -> list[_GoodRows]:
+        piece = batch.slice(start, stop - start)
+        arrays = [*_stored(sources, piece), pa.array(np.arange(start, stop))]
+        try:
+            values, _ = clean_batch([*sources, number], arrays, lenient, may_drop=True)
+            *cells, rows = values
+            found = [_as_trained(column, cell) for column, cell in zip(columns, cells, strict=True)]
+            return [_GoodRows(np.asarray(rows), found)]
+        except (BadCellsError, OtherShapeError) as error:
+            if stop - start == 1:
+                return [_GoodRows(np.zeros(0, np.int64), [], str(error))]
+            middle = (start + stop) // 2
+            return [*find(start, middle), *find(middle, stop)]
+
+    return find(0, batch.num_rows)
 
 
 def to_arrow(value: Tensor | Ragged) -> pa.Array:
@@ -217,6 +291,13 @@ def added_fields(scorer: Scorer, of_first_rows: Callable[[], Outputs] | None = N
     return {name: from_arrow_type(to_arrow(value).type) for name, value in trial(scorer, of_first_rows).items()}
 
 
+def as_struct(added: Mapping[str, DataType]) -> StructType:
+    """Returns new columns, by name, as a struct."""
+    from pyspark.sql.types import StructField, StructType
+
+    return StructType([StructField(name, kind) for name, kind in added.items()])
+
+
 def with_declared(scorer: Scorer, output_schema: StructType | str | None) -> Scorer:
     """Returns the scorer with the new columns as the caller declared them, in Spark's words or as a StructType.
 
@@ -272,9 +353,13 @@ def _features(
 
     Raises BadCellsError for nulls, NaN and Inf that are not filled or allowed, and for other invalid cells.
     """
-    stored = [batch.column(batch.schema.get_field_index(s.path[0])) for s in sources]
-    cells = [pc.struct_field(a, list(s.path[1:])) if s.path[1:] else a for s, a in zip(sources, stored, strict=True)]
-    return _trained_cells(sources, columns, cells, data, may_drop=False)
+    return _trained_cells(sources, columns, _stored(sources, batch), data, may_drop=False)
+
+
+def _stored(sources: Sequence[SourceColumn], batch: pa.RecordBatch) -> list[pa.Array]:
+    """Returns the columns of a batch that are read, or their fields."""
+    columns = [batch.column(batch.schema.get_field_index(s.path[0])) for s in sources]
+    return [pc.struct_field(a, list(s.path[1:])) if s.path[1:] else a for s, a in zip(sources, columns, strict=True)]
 
 
 def _trained_cells(
@@ -295,7 +380,7 @@ def _as_trained(column: Column, values: Array | Ragged) -> Array | Ragged:
     if isinstance(values, Ragged):
         return values
     if values.shape[1:] != column.shape:
-        raise ValueError(
+        raise OtherShapeError(
             f"column {column.name!r}: found cells of shape {values.shape[1:]}, the model was trained on {column.shape}"
         )
     return np.array(values, dtype=column.dtype, order="C")

@@ -33,7 +33,7 @@ _AT_ONCE = 500
 
 
 def metrics_of(event: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the metrics of an event of a run, by name. Those of other events than `step` and `epoch` are empty.
+    """Returns the metrics of an event of a run, by name: of a `step`, of an `epoch`, or of `test` rows.
 
     Of a metric with a list of numbers, each number is a metric, `validation/recall/0` ...
     """
@@ -43,6 +43,8 @@ def metrics_of(event: Mapping[str, Any]) -> dict[str, float]:
         return {**numbers, **_numbers(load, "expert_load")}
     if event["kind"] == "epoch":
         return {**_numbers({"epoch_loss": event["train_loss"]}, "train"), **_numbers(event["metrics"], "validation")}
+    if event["kind"] == "test":
+        return _numbers(event["metrics"], "test")
     return {}
 
 
@@ -51,7 +53,7 @@ def _numbers(values: Mapping[str, Any], prefix: str) -> dict[str, float]:
     for name, value in values.items():
         if is_number(value):
             numbers[f"{prefix}/{name}"] = float(value)
-        elif prefix == "validation" and isinstance(value, list) and all(map(is_number, value)):
+        elif prefix in ("validation", "test") and isinstance(value, list) and all(map(is_number, value)):
             numbers |= {f"{prefix}/{name}/{i}": float(number) for i, number in enumerate(value)}
     return numbers
 

@@ -222,6 +222,22 @@ def _open_run(client: MlflowClient, uri: str, run: Run, *, resume: bool) -> Mlfl
     return _create(client, uri, storage.name(run.run_dir))
 
 
+def log_after(run_dir: str, event: Event) -> None:
+    """Logs the metrics of an event to the MLflow run of a run that has ended. Called on the driver.
+
+    Raises RuntimeError if the server cannot be used.
+    """
+    client, uri = connect()
+    with explained(uri):
+        if (run_id := _saved_run(run_dir, uri)) is not None:
+            found = client.get_run(run_id)
+            logged = MlflowRun(client, uri, run_id, found.info.experiment_id, is_own=False)
+            try:
+                logged.write([event])
+            finally:
+                logged.thread.close("FINISHED")
+
+
 def _saved_run(run_dir: str, uri: str) -> str | None:
     """Returns the id of the MLflow run of earlier attempts; None if there is none on this server."""
     url = storage.within(run_dir, MLFLOW)

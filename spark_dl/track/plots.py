@@ -26,7 +26,7 @@ _PAGE_STYLE = {
 def plot_loss(run_dir: str) -> str | None:
     """Draws `<run_dir>/loss.png`: training loss by step, validation loss by epoch. Returns its path.
 
-    Returns None without metrics, without matplotlib (`pip install spark_dl[plot]`), or if the run folder is not on a
+    Returns None without metrics, without matplotlib (the extra `spark_dl[plot]`), or if the run folder is not on a
     local disk.
     """
     lines = metrics.read_metrics(run_dir)
@@ -66,7 +66,7 @@ def check_packages(what: str) -> None:
     """Raises ModuleNotFoundError without matplotlib or Jinja. what: what needs them, for the message."""
     for name in ("jinja2", "matplotlib"):
         if importlib.util.find_spec(name) is None:
-            raise ModuleNotFoundError(f"{what} needs {name}: pip install 'spark_dl[plot]'")
+            raise ModuleNotFoundError(f"{what} needs {name}: pip install matplotlib jinja2 (the extra spark_dl[plot])")
 
 
 def draw(

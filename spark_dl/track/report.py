@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import yaml
+from pyarrow.fs import FileType
 
 from spark_dl import storage
 from spark_dl._version import __version__
@@ -103,6 +104,7 @@ class Times:
 
 
 def seconds_of(attempt: AttemptLog, now: float) -> float:
+    """Returns how long an attempt took, from the start of its ranks."""
     if attempt.started is None:
         return 0.0
     is_open = attempt.outcome in (environment.RUNNING, PREPARING)
@@ -131,10 +133,15 @@ def _whole_bar(attempt: AttemptLog, now: float) -> Bar:
         "validation": _sum(attempt.epochs, "validation_s"),
         "checkpoints": _sum(attempt.checkpoints, "seconds"),
     }
-    whole = max(seconds_of(attempt, now), sum(spent.values()), 1e-9)
-    spent["start and other"] = whole - sum(spent.values())
+    since_start = max(seconds_of(attempt, now), sum(spent.values()), 1e-9)
+    spent["start and other"] = since_start - sum(spent.values())
     names = {"steps": "steps", "validation": "evaluation", "checkpoints": "saving", "start and other": "wait"}
-    return Bar("", "", [(names[n], 100 * s / whole, f"{n} {duration(s)}") for n, s in spent.items() if s > 0])
+    spent = {**attempt.before, **spent}  # in the order of time: what came before the ranks
+    whole = sum(spent.values())
+    return Bar(
+        "", "",
+        [(names.get(n, "before"), 100 * s / whole, f"{n} {duration(s)}") for n, s in spent.items() if s > 0],
+    )  # fmt: skip
 
 
 def _sum(lines: Sequence[Line], key: str) -> float:
@@ -351,11 +358,14 @@ def report(run_dir: str | os.PathLike[str], path: str | os.PathLike[str] | None 
 
     Returns the path or URL of the page. It loads nothing from elsewhere, so it can be sent as it is.
     Raises ValueError if there is no run, or if `path` is another file than a report; ModuleNotFoundError without the
-    packages of `pip install 'spark_dl[plot]'`.
+    packages of the extra `spark_dl[plot]`.
 
     Args:
         run_dir: folder or URL of a run of `train`. The run may still go on, or have failed.
         path: file or URL of the page; by default `report.html` in `run_dir`. An earlier report is replaced.
+
+    Example:
+        >>> spark_dl.report("runs/1")
     """
     plots.check_packages("spark_dl.report")
     run_dir = storage.absolute(run_dir)
@@ -365,6 +375,12 @@ def report(run_dir: str | os.PathLike[str], path: str | os.PathLike[str] | None 
     page = plots.render_page("spark_dl.track", FILE, mark=_MARK, **_content(run, time.time()))
     storage.write_bytes(url, page.encode())
     return url
+
+
+def is_report(run_dir: str) -> bool:
+    """Whether a run folder has a report of ours."""
+    url = storage.within(run_dir, FILE)
+    return storage.info(url).type == FileType.File and _MARK.encode() in storage.read_bytes(url)[:200]
 
 
 def _content(run: RunLog, now: float) -> dict[str, Any]:
@@ -428,9 +444,11 @@ def _facts(run: RunLog, now: float) -> list[tuple[str, str]]:
         ("epochs", f"{len(epochs)} of {text(_nested(run.config, 'train', 'epochs'))}" if run.config else ""),
         ("training loss", text((epochs[-1] if epochs else last).get("train_loss" if epochs else "loss"))),
         *((f"validation {name}", text(value)) for name, value in _last_metrics(epochs).items()),
+        *((f"test {name}", text(value)) for name, value in _last_metrics(run.lines("tests")).items()),
         ("rows per second", f"{statistics.median(rates):,.0f} (median)" if rates else ""),
         ("started", when(run.attempts[0].started)),
-        ("duration", duration(sum(seconds_of(attempt, now) for attempt in run.attempts))),
+        ("duration", duration(sum(seconds_of(a, now) + sum(a.before.values()) for a in run.attempts))),
+        ("before the ranks", duration(before) if (before := sum(run.attempts[0].before.values())) else ""),
     ]  # fmt: skip
     return [(name, fact) for name, fact in facts if fact]
 

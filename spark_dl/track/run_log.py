@@ -45,12 +45,21 @@ class AttemptLog:
     """Checkpoints that could not be written, in a run that went on."""
     left_out: list[Line] = field(default_factory=list)
     """Steps that were left out because of NaN or Inf, of the kinds `skip` and `rollback`."""
+    tests: list[Line] = field(default_factory=list)
+    """Metrics of test rows."""
 
     @property
     def ranks(self) -> Sequence[Mapping[str, Any]]:
         """Facts about each rank; empty if they are not known."""
         recorded = self.about.get("ranks")
         return recorded if isinstance(recorded, list) and all(isinstance(rank, dict) for rank in recorded) else []
+
+    @property
+    def before(self) -> dict[str, float]:
+        """Seconds of what the driver did before it started ranks, by its name, such as the writing of the rows."""
+        recorded = self.about.get("before")
+        named = recorded.items() if isinstance(recorded, dict) else ()
+        return {str(name): s for name, value in named if (s := number(value)) is not None and s > 0}
 
     def host_of(self, rank: int) -> str:
         """Host of a rank; empty if it is not known."""
@@ -72,7 +81,7 @@ class RunLog:
     """What is damaged, and left out."""
 
     def lines(self, kind: str) -> list[Line]:
-        """Lines of all attempts: `steps`, `epochs`, `checkpoints`, `failed_checkpoints` or `left_out`."""
+        """Lines of all attempts: `steps`, `epochs`, `checkpoints`, `failed_checkpoints`, `left_out` or `tests`."""
         return [line for attempt in self.attempts for line in getattr(attempt, kind)]
 
     @property
@@ -175,7 +184,7 @@ def _share_out(lines: Sequence[Line], attempts: Sequence[AttemptLog]) -> None:
     """Gives each attempt the lines that were written after its start, and before that of the next one."""
     kinds = {
         "step": "steps", "epoch": "epochs", "checkpoint": "checkpoints", "checkpoint_failed": "failed_checkpoints",
-        "skip": "left_out", "rollback": "left_out",
+        "skip": "left_out", "rollback": "left_out", "test": "tests",
     }  # fmt: skip
     for line in lines:
         at = number(line["time"]) or 0.0

@@ -35,9 +35,10 @@ def check_cluster(spark: Any, config: Config, num_groups: int) -> None:
     num_ranks = num_groups * config.launch.num_ranks
     try:
         preflight.check(spark, dataclasses.replace(config.launch, num_ranks=num_ranks))
-    except RuntimeError as error:
+    except preflight.TooFewSlotsError as error:
         of_trials = f"parallel_trials={num_groups} with launch.num_ranks={config.launch.num_ranks}: "
-        raise RuntimeError(f"{of_trials}{error}".replace("lower launch.num_ranks", "lower one of them")) from error
+        message = f"{of_trials}{error}".replace("lower launch.num_ranks", "lower one of them")
+        raise preflight.TooFewSlotsError(message, error.is_retryable) from error
 
 
 def check_trial(spark: Any, spec: ModelSpec, config: Config, run: Run) -> None:

@@ -132,11 +132,17 @@ def _run(search: _Search, study: Any, run: Run, shown: ProgressDisplay) -> None:
         raise
 
 
+class TrialsFailedError(RuntimeError):
+    """All trials of a search have failed, each with an error of its own."""
+
+    is_retryable = False
+
+
 def _result(study: Any, run: Run, metric: str, seconds: float) -> TuneResult:
-    """Returns the result of a run. Raises RuntimeError if all its trials have failed."""
+    """Returns the result of a run. Raises TrialsFailedError if all its trials have failed."""
     trials = results_of(study, run.run_dir, run.config)
     if trials and all(trial.state == "failed" for trial in trials):
-        raise RuntimeError(f"all {len(trials)} trials failed; trial {trials[0].number}: {trials[0].error}")
+        raise TrialsFailedError(f"all {len(trials)} trials failed; trial {trials[0].number}: {trials[0].error}")
     return TuneResult(run.run_dir, metric, direction_of(study), trials, study, seconds)
 
 
@@ -208,7 +214,7 @@ def import_optuna() -> Any:
         import optuna
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "tune needs Optuna on the driver: pip install 'spark_dl[optuna]'", name=error.name
+            "tune needs Optuna on the driver: pip install optuna (the extra spark_dl[optuna])", name=error.name
         ) from error
     return optuna
 

@@ -1,6 +1,6 @@
 """A packed environment (`--archives`) is all that executors need: the worker does not see the driver's environment.
 
-Packed as in docs/running-on-clusters.md, except that the packages are taken from the driver's environment, not from an
+Packed as in docs/clusters.md, except that the packages are taken from the driver's environment, not from an
 index: what `pip install .` would install, in the same versions.
 """
 

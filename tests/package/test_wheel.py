@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -75,6 +76,7 @@ def test_it_has_every_module_and_nothing_else(wheel):
     assert names == expected
 
 
+@pytest.mark.long
 def test_installed_in_a_clean_environment_it_trains(wheel, tmp_path):
     python = clean_python(tmp_path / "venv", wheel)
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -86,6 +88,36 @@ def test_installed_in_a_clean_environment_it_trains(wheel, tmp_path):
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["rows"] == 100
     assert found["package"].startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.long, id="and again")])
+def test_the_first_ten_minutes_are_what_the_quickstart_says(wheel, tmp_path, rounds):
+    """The commands of docs/quickstart.md, as they are there: from a CSV file to a model, its scores and a report.
+
+    Each can be run again, but for init, which overwrites nothing.
+    """
+    python = clean_python(tmp_path / "venv")
+    command = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", wheel]
+    subprocess.run(command, check=True, timeout=100)
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    shell = re.search(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
+    assert len(shell.splitlines()) <= 12
+    (tmp_path / "home").mkdir()
+    path = f"{python.parent}:{os.environ['PATH']}"
+    for again in range(rounds):
+        lines = [line for line in shell.splitlines() if not (again and " init " in line)]
+        done = subprocess.run(
+            ["bash", "-e", "-c", "\n".join(lines)], cwd=tmp_path / "home", capture_output=True, text=True, timeout=400,
+            env=clean_environment(python) | {"PATH": path},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
+        results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        assert len(results) == len([line for line in lines if line.startswith("spark-dl")])
+        *_, trained, evaluated, predicted, report = results
+        assert trained["metrics"]["accuracy"] > 0.9
+        assert evaluated["metrics"] == trained["metrics"]
+        assert evaluated["rows"] == predicted["rows"] > 100
+        assert Path(report["report"]).stat().st_size > 10_000
 
 
 @pytest.mark.long

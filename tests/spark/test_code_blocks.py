@@ -2,8 +2,9 @@
 
     ```python     run; the blocks of a page share their names
     ```yaml       read as the `--config` of a job, which knows the settings, `input` and `model`
-    ```bash       read, never run: programs, make targets and files exist, and the job's own parser takes the arguments
-    ```text       shown only, as are `toml`, `properties` and `dockerfile`
+    ```bash       read, never run: programs, make targets and files exist, and spark-dl's own parser takes the arguments
+                  (that of docs/quickstart.md is run as a whole: package/test_wheel.py)
+    ```text       shown only, as are `diff`, `toml`, `properties` and `dockerfile`
 
 Blocks that readers do not need to see stand in `<!--- invisible-code-block: python ... -->`. A block of Python that
 cannot be run has a comment right above it, `<!-- not run: reason -->`; it is compiled all the same. A block of bash may
@@ -13,33 +14,59 @@ have one for readers of the source.
 import importlib
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
+import torch
 from sybil import Sybil
 from sybil.parsers.markdown import CodeBlockParser
 
-from spark_dl import cli
+import spark_dl
+import spark_dl.ml
+from jobs import bench
+from spark_dl.cli import arguments
+from spark_dl.cli.main import COMMANDS
+from spark_dl.config.load import read_file
+from spark_dl.ml import TorchClassifier
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
+PAGES.remove("docs/tutorial.md") if "docs/tutorial.md" in PAGES else None  # written by the build of the documentation
 MARKS = {
     "slow": (
         "spark-ml", "tracking", "trials", "migration", "data", "external", "running-on-clusters", "model-parallel",
         "streams", "pictures",
     ),
-    "long": ("ways-in", "lines-of-code", "experts"),
+    "long": ("lines-of-code", "experts"),
 }  # fmt: skip
 """Of pages whose blocks take longest."""
-SHOWN = ("text", "toml", "properties", "dockerfile", "{toctree}", "{eval-rst}")
+SHOWN = ("text", "diff", "toml", "properties", "dockerfile", "{toctree}", "{image}", "{eval-rst}")
 PROGRAMS = (
-    "make", "git", "python", "python3", "spark-submit", "torchrun", "tensorboard", "cd", "build_horovod.sh", "tar",
-    "export", "docker", "kubectl",
-)  # fmt: skip
+    "make",
+    "git",
+    "python",
+    "python3",
+    "spark-submit",
+    "torchrun",
+    "tensorboard",
+    "cd",
+    "build_horovod.sh",
+    "tar",
+    "export",
+    "docker",
+    "kubectl",
+    "spark-dl",
+    "pip",
+    "venv-pack",
+    "conda",
+    "conda-pack",
+    "cp",
+)
+OF_READER = ("train.yaml",)
+"""Settings that the reader of a page has made."""  # fmt: skip
 NOT_RUN = re.compile(r"<!-- not run: \S.* -->\n\Z")
 IN_IMAGE = re.compile(r"(local://)?/opt/spark_dl/")
-"""Where the container image of docs/running-on-clusters.md has this repository."""
+"""Where the container image of docs/clusters.md has this repository."""
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -88,18 +115,22 @@ def check_command(words):
             assert (ROOT / word).exists(), f"there is no {word}"
         if job := re.fullmatch(r"jobs/(\w+)\.py", word):
             parse_arguments(job.group(1), words[at + 1 :])
+    if program == "spark-dl":
+        assert words[1] in COMMANDS or words[1].startswith("-"), f"there is no command {words[1]}"
+        parse_arguments(words[1], words[2:])
 
 
-def parse_arguments(job, words):
-    """As the job does it; an argument that it does not take ends with SystemExit, the reason on standard error."""
-    module = importlib.import_module(f"jobs.{job}")
-    if hasattr(module, "build_parser"):  # it takes no settings
-        module.build_parser().parse_args(words)
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        patch.setattr(sys, "argv", [f"jobs/{job}.py", *words])
-        cli.parse(module.__doc__, module.OPTIONS)
+def parse_arguments(command, words):
+    """As the command does it; an argument that it does not take ends with SystemExit, the reason on standard error."""
+    if command == "bench":
+        bench.build_parser().parse_args(words)
+    elif command in COMMANDS and "--help" not in words:
+        module = importlib.import_module(f"spark_dl.commands.{command}")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(ROOT)
+            patch.setattr(arguments, "read_file", lambda path: read_file(path) if path not in OF_READER else {})
+            has_settings = command not in ("init", "plan", "report", "clean")
+            arguments.parse(command, "", module.OPTIONS, words, has_settings=has_settings)
 
 
 def marks_of(page):
@@ -114,10 +145,42 @@ def test_code_blocks(spark, page, tmp_path, monkeypatch):
         example.evaluate()
 
 
+def examples():
+    """The examples in the docstrings of the public names, by name: lines after `>>>` and `...`."""
+    found = {}
+    for module in (spark_dl, spark_dl.ml):
+        for name in module.__all__:
+            lines = re.findall(r"^ *(?:>>>|\.\.\.) ?(.*)$", getattr(module, name).__doc__ or "", re.MULTILINE)
+            if lines:
+                found[name] = "\n".join(lines)
+    return found
+
+
+ORDER = (
+    "ModelSpec", "load_config", "train", "evaluate", "predict", "predict_udf", "save_model", "load_model", "export",
+    "report", "write_shards", "read_shards", "open_dataset",
+)  # fmt: skip
+"""Examples that use the files of those before them; the others follow."""
+
+
+@pytest.mark.modes("local")
+def test_the_examples_of_the_reference_run_as_they_are(spark, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    df = spark.range(200).selectExpr("array(CAST(id AS FLOAT), 1f) AS features", "id % 2 AS label")
+    config = spark_dl.Config(
+        data=spark_dl.Data(features=("features",), label="label"), launch=spark_dl.Launch(num_ranks=2)
+    )
+    names = {"spark_dl": spark_dl, "torch": torch, "df": df, "config": config, "TorchClassifier": TorchClassifier}
+    found = examples()
+    assert {*ORDER, "launch", "run_on_dataframe", "diagnose", "clean", "TorchClassifier"} == {*found}
+    for name in (*ORDER, *sorted({*found} - {*ORDER})):
+        exec(compile(found[name], f"<the example of {name}>", "exec"), names)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_has_a_language_that_is_run_or_shown(page):
     text = (ROOT / page).read_text()
-    languages = re.findall(r"^ *```(\S+)$", text, re.MULTILINE)
+    languages = re.findall(r"^ *```(\S+)(?: \S+)?$", text, re.MULTILINE)
     assert {*languages} <= {*RUN, *SHOWN}
     assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(languages), "a block has no language"
 
@@ -134,6 +197,10 @@ def test_every_block_has_a_language_that_is_run_or_shown(page):
         ("python jobs/train.py --train.lr fast", "train.lr"),
         ("python jobs/train.py --parallel.sync_every_steps 8", "local_sgd"),
         ("python jobs/predict.py --resume", "resume"),
+        ("spark-dl trian --resume", "there is no command trian"),
+        ("spark-dl train --train.learning_rate 0.1", "train.learning_rate"),
+        ("spark-dl clean runs --older 3", "older"),
+        ("spark-dl report", "RUN_DIR"),
         ("python jobs/bench.py launch --files 5", "--files"),
     ],
 )

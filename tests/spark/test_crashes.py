@@ -255,7 +255,7 @@ def test_F30_out_of_memory_is_the_cause_only_where_the_kernel_says_so(spark, sma
     assert spark_dl.launch(use_memory, small_group, 16, False, settings=SETTINGS, spark=spark) == [None, 16]
     with pytest.raises(RankError) as error:
         spark_dl.launch(use_memory, small_group, 300, False, settings=SETTINGS, spark=spark)
-    of_kernel = r"^rank 1 on \S+ \(pid \d+\) was killed by the kernel for want of memory, with a peak memory of \d+ MiB"
+    of_kernel = r"^rank 1 on \S+ \(pid \d+\) was killed by the kernel: out of memory, with a peak memory of \d+ MiB"
     assert re.search(rf"{of_kernel} of 96 MiB; raise spark.executor.memoryOverhead", str(error.value))
     with pytest.raises(RankError) as error:
         spark_dl.launch(use_memory, small_group, 16, True, settings=SETTINGS, spark=spark)

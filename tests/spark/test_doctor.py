@@ -175,7 +175,7 @@ def test_what_a_killed_rank_and_watcher_have_left_is_found_and_reaped(spark, tmp
         process = f"process {pid} (sleep 600)"
         finding, found = left(spark_dl.diagnose(small_config(3), spark=spark))
         assert {found[process], found[folder]} == {"found"}
-        assert (finding.level, finding.change) == ("warning", "run jobs/doctor.py --reap")
+        assert (finding.level, finding.change) == ("warning", "run spark-dl doctor --reap")
         assert mark_of(pid) == mark
         assert os.path.isdir(folder)
 

@@ -204,7 +204,7 @@ def test_datasets_of_others_are_trained_on_and_evaluated(tmp_path):
 @pytest.mark.slow
 def test_datasets_that_are_written_are_not_prepared_again(tmp_path):
     settings = on_prepared({"train": {"url": str(tmp_path / "train")}}, "train")
-    out, err = run_job(*PLAIN, "jobs/prepare.py", *settings, "--output", str(tmp_path / "out"), code=1)
+    out, err = run_job(*PLAIN, "jobs/prepare.py", *settings, "--output", str(tmp_path / "out"), code=2)
     assert out == ""
     assert "error: input.datasets: found ['train'], which are already written" in err
 
@@ -322,6 +322,28 @@ def test_wrong_usage_and_failure_have_exit_codes_and_one_message(digits, tmp_pat
     assert len(lines) == 1
     assert message in lines[0]
     assert "Traceback" not in err
+
+
+KILLED = """
+import os, signal, torch
+def build():
+    if "RANK" in os.environ:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return torch.nn.Linear(64, 10)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_worth_a_retry_and_too_many_ranks_for_a_machine_are_not(prepared, tmp_path):
+    """Exit codes 75 and 1: a scheduler repeats the first, and not the second."""
+    (tmp_path / "build.py").write_text(KILLED)
+    job = [*PLAIN, "jobs/train.py", *on_prepared(prepared, "train"), *LOCAL, "--run_dir", str(tmp_path / "run")]
+    _, err = run_job(*job, f"--model.build={tmp_path}/build.py:build", "--launch.max_restarts=0", code=75)
+    assert "error: rank" in err
+    assert "The same command can succeed later (exit code 75)." in err
+    _, err = run_job(*job, "--launch.num_ranks=3", "--train.global_batch_size=96", code=1)
+    assert "3 ranks need 3 task slots at the same time, and the cluster has 2" in err
+    assert "exit code 75" not in err
 
 
 @pytest.mark.slow

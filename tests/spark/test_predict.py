@@ -310,6 +310,48 @@ def test_columns_can_be_declared_and_streams_need_it_where_zeros_are_no_rows(spa
             spark_dl.predict(picky_rows, spec, saved, output_schema=wrong).collect()
 
 
+BAD = [None, [1.0, None, 0.0, 0.0], [float("nan")] * 4, [0.0, float("inf"), 0.0, 0.0], [1.0, 2.0], []]
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local", "connect")
+@pytest.mark.long_in("connect")
+@pytest.mark.parametrize("model", ["one", "two"])
+def test_rows_that_are_no_features_get_null_predictions_and_the_others_theirs(spark, points, saved, model):
+    """On bad rows of every kind, alone, in a run, and as a whole partition; of scalars and of arrays."""
+    good = [row["features"] for row in points.orderBy("id").limit(9).collect()]
+    features = [BAD[0], *good[:3], *BAD, *good[3:5], BAD[4], good[5], BAD[2], *good[6:]]
+    rows = [(i, row, i // 7) for i, row in enumerate(features)] + [(100 + i, row, 9) for i, row in enumerate(BAD)]
+    df = spark.createDataFrame(rows, "id int, features array<float>, place int").repartition(5, "place")
+    scored = spark_dl.predict(df, saved[model], on_bad_rows="null")
+    found = {row["id"]: row for row in scored.collect()}
+    expected = spark_dl.predict(df.where(df.id.isin([i for i, r in enumerate(features) if r in good])), saved[model])
+    whole = {row["id"]: row for row in expected.collect()}
+    assert len(found) == len(rows)
+    assert len(whole) == 9
+    added = [name for name in scored.columns if name not in df.columns]
+    for i, row in found.items():
+        values = [row[name] for name in added]
+        wanted = [whole[i][name] for name in added] if i in whole else [None] * len(added)
+        for value, other in zip(values, wanted, strict=True):
+            assert value == (other if other is None else pytest.approx(other, abs=1e-6)), i  # of other batches
+    assert scored.where(F.col(added[0]).isNull()).count() == len(rows) - 9
+    assert scored.schema == expected.schema
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_bad_rows_end_the_job_unless_they_shall_be_null(spark, points, saved, tmp_path):
+    df = spark.createDataFrame([(1, [1.0, None, 0.0, 0.0])], "id int, features array<float>")
+    with pytest.raises(Exception, match="column 'features': found null"):
+        spark_dl.predict(df, saved["one"]).collect()
+    with pytest.raises(ValueError, match=r"^on_bad_rows: expected one of \('raise', 'null'\), found 'skip'"):
+        spark_dl.predict(df, saved["one"], on_bad_rows="skip")
+    points.select("features", "id").write.parquet(str(tmp_path / "points"))
+    with pytest.raises(ValueError, match="^on_bad_rows: found 'null' with a dataset that is read by its URL"):
+        spark_dl.predict(str(tmp_path / "points"), saved["one"], on_bad_rows="null")
+
+
 @pytest.mark.modes("local")
 def test_other_keys_are_refused(spark, points, saved, tmp_path):
     points.write.parquet(str(tmp_path / "data"))

@@ -351,23 +351,29 @@ def test_source_files_that_change_meanwhile_are_an_error(spark, source, tmp_path
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_job_stores_and_cleans(spark, source, tmp_path):
-    def prepare(*args):
-        command = [sys.executable, "jobs/prepare.py", "--shards.store", str(tmp_path / "store"), *args]
+    store = str(tmp_path / "store")
+
+    def run(*command):
+        command = [sys.executable, "-m", "spark_dl", *command]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=REPOSITORY)
         assert done.returncode == 0, done.stderr[-2000:]
         return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
     options = ["--master", "local[2]", "--input.path", source, "--key", "points"]
-    first, _ = prepare(*options)
+    first, _ = run("prepare", "--shards.store", store, *options)
     assert first["datasets"]["train"]["rows"] == 400
     os.utime(os.path.join(source, next(n for n in os.listdir(source) if n.endswith(".parquet"))))
-    again, log = prepare(*options)
+    again, log = run("prepare", "--shards.store", store, *options)
     assert again["datasets"] == first["datasets"]
     assert "shards found in the store, written" in log, "the name tells, not the time of the files"
-    assert prepare("--clean")[0] == {"deleted": 0, "kept": 1, "denied": 0, "bytes": 0}
-    cleaned, _ = prepare("--clean", "--unused_days", "0")
-    assert (cleaned["deleted"], cleaned["kept"]) == (1, 0)
+    assert run("clean", store, "--older-than", "30d")[0] == {"would_delete": 0, "bytes": 0, "urls": []}
+    old, log = run("clean", store, "--older-than", "0d")
+    assert (old["would_delete"], old["urls"]) == (1, [first["datasets"]["train"]["url"]])
+    assert "nothing was deleted; pass --delete to delete these" in log
+    cleaned, _ = run("clean", store, "--older-than", "0d", "--delete")
+    assert cleaned == {"deleted": 1, "bytes": old["bytes"], "urls": old["urls"]}
     assert cleaned["bytes"] > 1000
+    assert run("clean", store, "--older-than", "0d")[0]["urls"] == []
 
 
 @pytest.mark.slow

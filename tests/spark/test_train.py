@@ -19,8 +19,8 @@ from pyspark.sql import functions as F
 from torch.nn import functional
 
 import spark_dl
-from jobs import predict as predict_job
 from spark_dl import Data, ModelSpec, RankError, cli, prepare, storage
+from spark_dl.commands import predict as predict_job
 from spark_dl.config.load import build_config
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet import page_index
@@ -647,7 +647,12 @@ def test_the_job_predict_counts_the_rows_that_it_wrote(spark, points, tmp_path, 
     points.write.parquet(str(tmp_path / "points"))
     modes = ["append", "append", "ignore", "overwrite"]
     job = cli.Job(
-        {"checkpoint_path": trained.checkpoint, "dataset": "train", "output": str(tmp_path / "out")},
+        {
+            **{name: option.default for name, option in predict_job.OPTIONS.items()},
+            "checkpoint_path": trained.checkpoint,
+            "dataset": "train",
+            "output": str(tmp_path / "out"),
+        },
         build_config(checkpoint.find(trained.checkpoint).manifest["config"]),
         cli.Input(path=str(tmp_path / "points")),
         cli.Model(build="tests.builders.models:build_mlp"),

@@ -3,6 +3,8 @@
 import ast
 import dataclasses
 import re
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +14,17 @@ import pytest
 import spark_dl
 import spark_dl.ml
 from spark_dl import strategy
+from spark_dl.cli import exit_codes
+from spark_dl.cli.arguments import Input, Model
+from spark_dl.config import strategies
+from spark_dl.config.load import sections
+from spark_dl.launch.supervise import RESTARTS
 
 ROOT = Path(__file__).parents[2]
+TUTORIAL = "tutorial.md"
+"""The notebook with its outputs, which the build of the documentation writes."""
 PAGES = [ROOT / "README.md", ROOT / "tests" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [page for page in PAGES if page.name != TUTORIAL]
 IDS = [p.relative_to(ROOT).as_posix() for p in PAGES]
 
 
@@ -29,7 +39,7 @@ def prose(path):
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 160
 
 
 @pytest.mark.parametrize("path", PAGES, ids=IDS)
@@ -41,7 +51,8 @@ def test_lines_are_at_most_140_characters(path):
 def test_links_lead_somewhere(path):
     for number, line in prose(path):
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", line):
-            assert "://" in target or (path.parent / target).exists(), f"line {number}: {target}"
+            is_there = "://" in target or (path.parent / target).exists() or target == TUTORIAL
+            assert is_there, f"line {number}: {target}"
 
 
 @pytest.mark.parametrize("path", [*PAGES, ROOT / "SECURITY.md"], ids=[*IDS, "SECURITY.md"])
@@ -78,16 +89,62 @@ def test_the_table_of_lines_counts_the_code_below_it_and_no_other_tool_needs_few
 
 
 def test_every_public_name_is_in_the_reference():
-    listed = re.findall(r"^\.\. auto\w+:: (\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    """Each has a page of its own."""
+    listed = re.findall(r"^   (\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    for name in ("RankDataset", "main", "Run", "Evaluation", "Position"):
+        listed.remove(name)  # what functions get and return, and what torchrun calls
     of_package = {*spark_dl.__all__} - {"nn"}
     of_strategies = {*strategy.__all__} - of_package
     assert sorted(listed) == sorted([*of_package, *of_strategies, *spark_dl.ml.__all__, *spark_dl.nn.__all__])
 
 
 def test_the_table_of_the_result_has_every_field():
-    table = re.search(r"returns a `TrainResult`:\n\n((?:\|.*\n)+)", (ROOT / "docs" / "ways-in.md").read_text())[1]
+    table = re.search(r"returns a `TrainResult`:\n\n((?:\|.*\n)+)", (ROOT / "docs" / "train.md").read_text())[1]
     listed = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert sorted(listed) == sorted(f.name for f in dataclasses.fields(spark_dl.TrainResult))
+
+
+def known_settings():
+    """The default of each setting, by its key, of all strategies and of the sections that the commands add."""
+    known = {}
+    for strategy_name in strategies.names():
+        for section, kind in {**sections(strategy_name), "input": Input, "model": Model}.items():
+            for field in dataclasses.fields(kind):
+                known[f"{section}.{field.name}"] = field.default
+    return {**known, "parallel.strategy": strategies.DEFAULT}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=IDS)
+def test_settings_that_are_named_exist(path):
+    known = known_settings()
+    all_sections = {key.split(".")[0] for key in known} - {"data"}  # `data.column` can be a column of a user, too
+    named = re.findall(r"(?<=`)([a-z]+\.[a-z_]+)(?=[`:=])", path.read_text())
+    unknown = {key for key in named if key.split(".")[0] in all_sections and key not in known}
+    assert (
+        unknown
+        - {"loader.py", "launch.py", "train.py", "checkpoint.py", "track.py", "model.py", "model.pt", "train.yaml"}
+        == set()
+    )
+
+
+def test_the_numbers_of_defaults_in_the_text_are_those_of_the_settings():
+    known, found = known_settings(), []
+    for path in PAGES:
+        text = " ".join(path.read_text().split())
+        for key, number in re.findall(r"`([a-z]+\.[a-z_]+)`[^`|.]{0,12}?\(?(\d[\d,]*)(?: \w+)? by default", text):
+            found.append((path.name, key, float(number.replace(",", ""))))
+    assert len(found) > 3
+    special = {"launch.max_restarts": RESTARTS}  # which is "auto"
+    wrong = [(page, key, n) for page, key, n in found if n != special.get(key, known[key])]
+    assert wrong == []
+
+
+def test_the_table_of_exit_codes_has_each_code_and_no_other():
+    page = (ROOT / "docs" / "commands.md").read_text()
+    table = re.search(r"^\| Exit code \|.*\n\|-.*\n((?:\|.*\n)+)", page, re.MULTILINE)[1]
+    codes = {int(n) for row in table.splitlines() for n in re.findall(r"\d+", row.split("|")[1])}
+    ours = {exit_codes.DONE, exit_codes.FAILED, exit_codes.USAGE, exit_codes.TEMPORARY}
+    assert codes == ours | {128 + signal.SIGINT, 128 + signal.SIGTERM}
 
 
 def test_the_page_of_the_settings_is_up_to_date():
@@ -105,12 +162,16 @@ def test_each_fault_bad_input_and_attack_has_a_test_and_the_page_lists_them():
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_pages_are_built_without_a_warning(tmp_path):
+    docs = shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("_build", "api"))
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", tmp_path / "trees"]
     done = subprocess.run(
-        [*command, "-b", "html", "docs", tmp_path / "html"], cwd=ROOT, capture_output=True, text=True, timeout=280
+        [*command, "-b", "html", docs, tmp_path / "html"], cwd=ROOT, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "html" / "index.html").exists()
+    assert "confusion" in (tmp_path / "html" / "tutorial.html").read_text()
+    names = {path.stem.rpartition(".")[2] for path in (tmp_path / "html" / "api").glob("*.html")}
+    assert {*spark_dl.__all__} - {"nn"} <= names, "a page for each name"
 
 
 def messages():
@@ -152,7 +213,7 @@ def words_of(row):
 
 
 def test_the_page_of_failures_has_the_words_of_the_messages():
-    known, rows = messages(), [*rows_of_failures((ROOT / "docs" / "failures.md").read_text())]
+    known, rows = messages(), [*rows_of_failures((ROOT / "docs" / "troubleshooting.md").read_text())]
     assert len(rows) > 150
     missing = {row: [words for words in words_of(row) if words not in known and words not in OF_OTHERS] for row in rows}
     assert {row: words for row, words in missing.items() if words} == {}

@@ -88,7 +88,7 @@ def check_rules(url: str, written: CleaningRules | None, data: Data, known: Coll
             was = f"was written or opened with {expected!r}" if written else "does not have its cleaning rules"
             raise ValueError(
                 f"data.{key}: found {found!r} for the dataset {url}, which {was} and is read unchanged; remove the "
-                "setting, or write the dataset again with it (write_shards, jobs/prepare.py)"
+                "setting, or write the dataset again with it (write_shards, spark-dl prepare)"
             )
 
 
@@ -248,7 +248,7 @@ def nonfinite_as_read(name: str) -> str:
     return (
         f"column {name!r}: found NaN or Inf, expected none in a dataset that is read unchanged; set data.nonfinite to "
         f"allow; for external data also to drop, or to fill with data.fill.{name}; a dataset of spark_dl must be "
-        "written again with drop or fill (write_shards, jobs/prepare.py)"
+        "written again with drop or fill (write_shards, spark-dl prepare)"
     )
 
 

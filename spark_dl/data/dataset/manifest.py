@@ -53,6 +53,9 @@ def read_shards(url: str | os.PathLike[str]) -> ShardSet:
     """Opens a dataset by its manifest. Called on the driver.
 
     Raises ValueError without a manifest, and for a manifest that is damaged or of a newer version.
+
+    Example:
+        >>> spark_dl.read_shards("points").rows
     """
     url = storage.absolute(url)
     path = storage.join(url, MANIFEST)
@@ -61,7 +64,7 @@ def read_shards(url: str | os.PathLike[str]) -> ShardSet:
     except FileNotFoundError:
         what = "a folder without a manifest" if storage.exists(url) else "nothing"
         raise ValueError(
-            f"no dataset at {url}: found {what}; write it with spark_dl.write_shards(df, url) or jobs/prepare.py"
+            f"no dataset at {url}: found {what}; write it with spark_dl.write_shards(df, url) or spark-dl prepare"
         ) from None
     except OSError as error:
         raise storage.error_class(error)(f"cannot read the dataset {url}: {error}") from error

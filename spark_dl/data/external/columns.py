@@ -163,7 +163,7 @@ def _check_vocabulary(source: SourceColumn | Column) -> None:
     if source.encoding.kind == "vocabulary" and source.encoding.vocabulary is None:
         raise ValueError(
             f"data.encode.{source.name}.values: expected the vocabulary, found none; spark_dl counts strings "
-            "only when Spark writes the shards (write_shards, jobs/prepare.py); list the strings, or set as: hash"
+            "only when Spark writes the shards (write_shards, spark-dl prepare); list the strings, or set as: hash"
         )
 
 

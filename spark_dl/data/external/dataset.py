@@ -123,7 +123,7 @@ def _check_finite(url: str, columns: Sequence[Column], data: Data) -> None:
     if data.nonfinite == "drop" and (name := next(encoded, None)):
         raise ValueError(
             f"data.nonfinite: found 'drop' for {url}, whose column {name!r} contains arrays that Petastorm encoded; "
-            "set it to fill or allow, or write the dataset with Spark first (write_shards, jobs/prepare.py)"
+            "set it to fill or allow, or write the dataset with Spark first (write_shards, spark-dl prepare)"
         )
 
 

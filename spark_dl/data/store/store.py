@@ -46,6 +46,8 @@ _log = logging.getLogger("spark_dl")
 
 LEASE_S = 600.0
 """Lifetime of a lease without renewal, in seconds: well above clock differences between hosts."""
+_KEY = re.compile(r"[0-9a-f]{64}")
+"""The folder of a key."""
 HALF_WRITTEN_S = 86400.0
 """Age in seconds after which a dataset without manifest and lease is considered abandoned by a killed writer."""
 
@@ -359,6 +361,32 @@ def _remove(folder: str, name: str) -> bool:
     return True
 
 
+def is_store(url: str) -> bool:
+    """Whether a folder has the datasets of a store."""
+    return any(_KEY.fullmatch(name) for name in storage.list_names(url))
+
+
+def expired(store: str, *, ttl_days: float) -> list[tuple[str, int, float]]:
+    """Returns the URL, the size in bytes and the time of the last use of each dataset that `clean_store` would delete.
+
+    Called on the driver. Deletes nothing. Folders that this user cannot read are left out, with a warning.
+    """
+    found, now = [], time.time()
+    for key in storage.list_names(store):
+        folder = storage.join(store, key)
+        if not _KEY.fullmatch(key) or storage.is_link(folder):
+            continue
+        try:
+            for name in _names(folder):
+                url = storage.join(folder, name)
+                last, is_old = _last_use(folder, name, now, ttl_days * 86400)
+                if is_old:
+                    found.append((url, sum(file.size or 0 for file in storage.list_infos(url)), last))
+        except OSError as error:
+            _log.warning("this user cannot read %s: %s", folder, error)
+    return found
+
+
 def clean_store(store: str, *, ttl_days: float) -> dict[str, int]:
     """Deletes datasets without leases that were not used for `ttl_days`, and files of killed writers.
 
@@ -373,7 +401,7 @@ def clean_store(store: str, *, ttl_days: float) -> dict[str, int]:
         raise ValueError(f"shards.store: found nothing at {store}, expected a store")
     result = {"deleted": 0, "kept": 0, "denied": 0, "bytes": 0}
     for key in storage.list_names(store):
-        if not re.fullmatch(r"[0-9a-f]{64}", key):
+        if not _KEY.fullmatch(key):
             continue
         folder = storage.join(store, key)
         if storage.is_link(folder):
@@ -414,11 +442,18 @@ def _delete_stray_leases(folder: str, now: float) -> None:
 
 def _is_expired(folder: str, name: str, now: float, ttl_s: float) -> bool:
     leases = _leases(folder, name)
+    if not (leases and leases[-1].expires > now):
+        for lease in leases[:-1]:  # the last one has the time of the last use
+            storage.delete_file(lease.url)
+    return _last_use(folder, name, now, ttl_s)[1]
+
+
+def _last_use(folder: str, name: str, now: float, ttl_s: float) -> tuple[float, bool]:
+    """Returns the time of the last use of a dataset, and whether it has expired: it has not been used for `ttl_s`."""
+    leases = _leases(folder, name)
     if leases and leases[-1].expires > now:
-        return False
-    for lease in leases[:-1]:  # the last one has the time of the last use
-        storage.delete_file(lease.url)
+        return now, False
     files = storage.list_infos(storage.join(folder, name))
     is_committed = any(file.base_name == MANIFEST for file in files)
     last = max([0.0, *(lease.expires for lease in leases), *(file.mtime_ns / 1e9 for file in files if file.mtime_ns)])
-    return bool(now - last > (ttl_s if is_committed else HALF_WRITTEN_S))
+    return last, bool(now - last > (ttl_s if is_committed else HALF_WRITTEN_S))

@@ -130,7 +130,7 @@ def _plan(df: DataFrame) -> dict[str, Any]:
     if not hasattr(df, "_jdf"):
         raise NoKeyError(
             "over Spark Connect the plan that decides its rows stays on the server; name the rows with "
-            "store_shards(df, data, key='...') or jobs/prepare.py --key, and train on the resulting dataset"
+            "store_shards(df, data, key='...') or spark-dl prepare --key, and train on the resulting dataset"
         )
     execution: Any = df._jdf.queryExecution()
     plan = execution.analyzed()

@@ -27,7 +27,7 @@ import pyarrow as pa
 
 from spark_dl import storage
 from spark_dl.config import Data, Shards
-from spark_dl.config.checks import missing_on_executors
+from spark_dl.config.checks import UnfitPythonError, unfit_python
 from spark_dl.data.columns import cell_codec, schema
 from spark_dl.data.columns.policies import add_changes, clean_batch, rules_of
 from spark_dl.data.columns.ragged import Array, Ragged
@@ -67,8 +67,8 @@ def run_tasks(df: DataFrame, task: Any, description: str) -> list[PartitionResul
     except Exception as error:  # Spark Connect and classic Spark have different classes
         if match := re.search(rf"^\s*RuntimeError: ({CANNOT_WRITE}.*)$", str(error), re.MULTILINE):
             raise RuntimeError(match.group(1)) from error
-        if missing := missing_on_executors(str(error)):
-            raise RuntimeError(missing) from error
+        if unfit := unfit_python(str(error)):
+            raise UnfitPythonError(unfit) from error
         raise
     return sorted((PartitionResult.from_plain(json.loads(row["part"])) for row in rows), key=lambda p: p.partition)
 
@@ -282,6 +282,10 @@ def write_shards(
     (unless `data.nulls` and `data.nonfinite` allow, drop or fill them), cells of unequal shape, and without
     `overwrite` for a folder that already holds a dataset. Raises RuntimeError if a task cannot write. Nothing of a
     failed write is left at `url`.
+
+    Example:
+        >>> shards = spark_dl.write_shards(df, "points", config.data, overwrite=True)
+        >>> shards.rows, shards.url
     """
     refuse_stream(df, "write_shards")
     data, layout = data or Data(), shards or Shards()

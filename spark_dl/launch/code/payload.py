@@ -11,6 +11,7 @@ import decimal
 import io
 import json
 import pickle
+import socket
 import struct
 import sys
 from collections.abc import Callable
@@ -20,6 +21,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from spark_dl._version import __version__
+from spark_dl.config.checks import UnfitPythonError
 from spark_dl.launch.code import sources
 
 _FILE_MODULES = "_spark_dl_file_"
@@ -33,12 +36,6 @@ _WITH_TEXT: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] =
     "complex": (complex, repr, complex),
 }
 """Types of results that are sent as text, by their names, with the functions that write and read it."""
-
-
-class MissingModuleError(RuntimeError):
-    """A module of the user is missing on an executor. Another attempt would miss it, too."""
-
-    is_retryable = False
 
 
 def pack_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
@@ -57,21 +54,29 @@ def pack_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
         call = dumps((fn, args, kwargs))
     except Exception as error:
         raise ValueError(describe_culprit(fn, args, kwargs)) from error
-    packed = pickle.dumps((sources.project(), call))
+    packed = pickle.dumps((__version__, sources.project(), call))
     compressed: bytes = pa.Codec("zstd", compression_level=_LEVEL).compress(packed, asbytes=True)
     return struct.pack("<Q", len(packed)) + compressed
 
 
 def unpack_call(packed: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Unpickles a call from the driver. Called on a rank. Raises RuntimeError if a module is missing there."""
+    """Unpickles a call from the driver. Called on a rank.
+
+    Raises UnfitPythonError if a module is missing there, or if spark_dl has another version than on the driver.
+    """
     try:
         (size,) = struct.unpack_from("<Q", packed)
         unpacked = pa.decompress(memoryview(packed)[8:], size, codec="zstd")
-        project, pickled = pickle.loads(unpacked)  # noqa: S301 - from the driver
+        version, project, pickled = pickle.loads(unpacked)  # noqa: S301 - from the driver
+        if version != __version__:  # before classes of another version are made from what it has not written
+            raise UnfitPythonError(
+                f"host {socket.gethostname()}: found spark_dl {__version__} in {sys.executable}, expected {version}, "
+                "which the driver has; install that version there, or set PYSPARK_PYTHON to an interpreter that has it"
+            )
         sources.install(project)
         call: tuple[Any, tuple[Any, ...], dict[str, Any]] = pickle.loads(pickled)  # noqa: S301 - from the driver
     except ModuleNotFoundError as error:
-        raise MissingModuleError(
+        raise UnfitPythonError(
             f"no module {error.name!r} on this executor (Python is {sys.executable}, sys.path begins with "
             f"{sys.path[:3]}); install it there, or send it with spark-submit --py-files"
         ) from error

@@ -244,11 +244,17 @@ class RankError(RuntimeError):
         """Whether the rank was ended by SIGTERM, as on a host that is taken away, and not by an error."""
         return self.error == "ended by SIGTERM"
 
-    def after(self, earlier: Sequence[RankError], why_last: str) -> RankError:
-        """Returns this error as that of the last of several attempts. why_last: why there is no other one."""
+    def after(self, earlier: Sequence[RankError], why_last: str, *, again: bool = False) -> RankError:
+        """Returns this error as that of the last of several attempts.
+
+        Args:
+            why_last: why there is no other one.
+            again: whether the error would come again, whatever its class.
+        """
         attempts = f"{len(earlier) + 1} attempt{'s' if earlier else ''}"
         reason = f"{self.reason} (after {attempts}; {why_last})"
-        return self._changed(reason, earlier=tuple(error.reason for error in earlier))
+        is_retryable = self.is_retryable and not again
+        return self._changed(reason, earlier=tuple(error.reason for error in earlier), is_retryable=is_retryable)
 
     def advised(self, advice: str) -> RankError:
         """Returns this error with what to do about it, as the last part of its message."""

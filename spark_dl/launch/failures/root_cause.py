@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from spark_dl.config.checks import missing_on_executors
+from spark_dl.config.checks import UnfitPythonError, unfit_python
 from spark_dl.launch.failures import rank_state
 from spark_dl.launch.failures.errors import RankError, failure_in, name_of, named
 from spark_dl.launch.failures.rank_state import LOADING, PLANNED, READING, SAVING, RankMemory, Status, place_in_words
@@ -276,10 +276,10 @@ def _caused_by_another(evidence: _Evidence) -> BaseException | None:
     return _error_of({**first, "is_retryable": first.get("is_retryable", True) and not left}, left)
 
 
-def _missing_package(evidence: _Evidence) -> BaseException | None:
+def _unfit_python(evidence: _Evidence) -> BaseException | None:
     """Executors lack spark_dl or torch."""
-    missing = missing_on_executors(str(evidence.error))
-    return RuntimeError(f"{missing}. Spark's error: {_last_lines(str(evidence.error))}") if missing else None
+    unfit = unfit_python(str(evidence.error))
+    return UnfitPythonError(f"{unfit}. Spark's error: {_last_lines(str(evidence.error))}") if unfit else None
 
 
 def _worker_exited(evidence: _Evidence) -> BaseException | None:
@@ -310,7 +310,7 @@ def _job_failed(evidence: _Evidence) -> BaseException:
 
 _RULES: tuple[Callable[[_Evidence], BaseException | None], ...] = (
     _an_error_of_its_own, _cancelled, _killed, _silent, _late, _different_operations, _caused_by_another,
-    _missing_package, _worker_exited, _job_failed,
+    _unfit_python, _worker_exited, _job_failed,
 )  # fmt: skip
 """The first rule that gives an error decides."""
 
@@ -334,7 +334,7 @@ def _error_of_lost(
         if _signal_of(crash) == "SIGABRT":
             why += aborted_by_gloo(crash, raised)
     elif rank_state.killed_by_kernel(task, memories):
-        ended = error = "killed by the kernel for want of memory"
+        ended = error = "killed by the kernel: out of memory"
         why += "; raise spark.executor.memoryOverhead or the container's limit, lower loader.memory_mib or the batch"
     else:
         ended = "killed"

@@ -309,7 +309,7 @@ def create_group(world: World, launch: Launch) -> None:
         if transport := os.environ.get("GLOO_DEVICE_TRANSPORT") if "gloo device" in str(error) else None:
             raise RuntimeError(
                 f"GLOO_DEVICE_TRANSPORT: found {transport}, which this build of torch does not have ({error}); use a "
-                "build with it, or unset it, and encrypt the network interface (docs/running-on-clusters.md, Network)"
+                "build with it, or unset it, and encrypt the network interface (docs/clusters.md, Network)"
             ) from error
         raise
     # Wait until all ranks have connected. Otherwise the early failure of one rank breaks connections of other ranks

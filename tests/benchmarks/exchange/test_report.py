@@ -124,7 +124,10 @@ def test_answers_do_not_need_each_other():
 
 def test_results_are_kept_where_the_page_cannot_be_made(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"the report needs jinja2: pip install 'spark_dl\[plot\]'"):
+    with pytest.raises(
+        ModuleNotFoundError,
+        match=r"the report needs jinja2: pip install matplotlib jinja2 \(the extra spark_dl\[plot\]",
+    ):
         report.write_report(RESULTS, tmp_path / "new" / "report.html")
     assert json.loads((tmp_path / "new" / "report.json").read_text()) == RESULTS
 

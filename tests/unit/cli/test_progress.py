@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from spark_dl.cli import progress
+
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import time
@@ -32,6 +34,17 @@ with progress.ProgressDisplay("train") as shown:
 
 def environment():
     return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def test_each_stage_has_its_time(monkeypatch):
+    clock = iter([0.0, 1.0, 3.0, 10.0, 12.5, 20.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    shown = progress.ProgressDisplay("train", enabled=False)  # at 0
+    assert shown.stage_seconds() == {}, "asked at 1"
+    shown.stage("writing the train rows")  # at 3
+    shown.stage("planning")  # at 10
+    shown.stage("writing the train rows")  # at 12.5
+    assert shown.stage_seconds() == {"writing the train rows": 14.5, "planning": 2.5}  # asked at 20
 
 
 @pytest.mark.slow

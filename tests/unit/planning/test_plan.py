@@ -4,7 +4,8 @@ import re
 import pytest
 
 import spark_dl
-from jobs import plan as job
+from spark_dl import cli
+from spark_dl.commands import plan as job
 from spark_dl.parallel.mesh.planner.search import FORWARD, end_s
 from spark_dl.planning.page import passes_of
 
@@ -115,7 +116,7 @@ def test_the_job_prints_what_the_function_returns(tmp_path, capsys):
     path.write_text(json.dumps(PROFILE))
     words = [str(path), "--ranks", "4", "--hosts", "2", "--global_batch_size", "32", "--memory_gib", "2",
              "--zero_stages", "0,1", "--schedules", "gpipe", "--rate_mbit", "100"]  # fmt: skip
-    found = job.plan(job.build_parser().parse_args(words))
+    found = job.plan(cli.parse("plan", "", job.OPTIONS, words, has_settings=False))
     expected = plan(hosts=2, zero_stages=(0, 1), schedules=("gpipe",), rate_mbit=100)
     assert found == expected.to_dict()
     assert expected.text in capsys.readouterr().err

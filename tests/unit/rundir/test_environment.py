@@ -30,7 +30,7 @@ def driver_of(run):
 
 
 def test_an_attempt_runs_until_its_end_is_recorded(run):
-    with environment.recorded(run, {"master": "yarn"}) as record_end:
+    with environment.recorded(run, {"master": "yarn"}, {"writing the train rows": 2.0}) as record_end:
         found = driver_of(run)
         assert found["outcome"] == environment.RUNNING
         assert "ended" not in found
@@ -38,6 +38,7 @@ def test_an_attempt_runs_until_its_end_is_recorded(run):
     found = driver_of(run)
     assert (found["outcome"], found["steps"], found["spark"]) == (environment.STOPPED_EARLY, 7, {"master": "yarn"})
     assert found["ended"] >= found["started"]
+    assert found["before"] == {"writing the train rows": 2.0}
     assert found["config"] == run.config.to_dict()
     assert found["datasets"]["train"]["rows"] == 10
     assert "checkpoint" not in found
@@ -48,7 +49,7 @@ def test_an_attempt_runs_until_its_end_is_recorded(run):
     (SessionEndedError("the Spark session was stopped"), environment.INTERRUPTED),
 ])  # fmt: skip
 def test_an_error_is_recorded_and_raised(run, error, outcome):
-    with pytest.raises(type(error)), environment.recorded(run, {}):
+    with pytest.raises(type(error)), environment.recorded(run, {}, {}):
         raise error
     found = driver_of(run)
     assert found["outcome"] == outcome
@@ -58,7 +59,7 @@ def test_an_error_is_recorded_and_raised(run, error, outcome):
 
 def test_a_folder_that_cannot_be_written_to_costs_no_run(run, tmp_path, caplog):
     (tmp_path / "run").write_text("a file")
-    with caplog.at_level(logging.WARNING, "spark_dl"), environment.recorded(run, {}) as record_end:
+    with caplog.at_level(logging.WARNING, "spark_dl"), environment.recorded(run, {}, {}) as record_end:
         record_end({})
     assert "so a report will not show it" in caplog.text
 

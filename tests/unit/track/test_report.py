@@ -99,6 +99,22 @@ def test_the_page_says_what_the_run_did(tmp_path):
     assert sum(widths) == pytest.approx(300, abs=0.2)  # the attempt, and two ranks
 
 
+def test_the_page_has_the_time_before_the_ranks_and_the_metrics_of_test_rows(tmp_path):
+    before = {"starting Spark": 6.0, "writing the train rows": 27.0, "nothing": 0, "damaged": "x"}
+    test = {"kind": "test", "step": 20, "time": START + 99, "metrics": {"loss": 0.5, "accuracy": 0.9375}}
+    run = make_run(tmp_path / "run", [*LINES, test], driver={"before": before})
+    text = seen(run)
+    for part in (
+        "duration 2 min 12 s", "before the ranks 33 s", "starting Spark 6 s", "writing the train rows 27 s",
+        "test loss 0.5", "test accuracy 0.9375", "validation accuracy 0.875",
+    ):  # fmt: skip
+        assert part in text
+    assert "damaged" not in text
+    page = (run / "report.html").read_text()
+    widths = [float(width) for width in re.findall(r'<i class="before" style="width: ([\d.]+)%', page)]
+    assert widths == [pytest.approx(100 * s / 132, abs=0.01) for s in (6, 27)]
+
+
 def test_before_the_ranks_start_there_is_a_page(tmp_path):
     generations.start_generation(str(tmp_path))
     text = seen(tmp_path)
@@ -244,7 +260,10 @@ def test_the_page_goes_where_it_is_asked_for_and_replaces_reports_only(tmp_path)
 
 def test_without_its_packages_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"spark_dl.report needs jinja2: pip install 'spark_dl\[plot\]'"):
+    with pytest.raises(
+        ModuleNotFoundError,
+        match=r"spark_dl.report needs jinja2: pip install matplotlib jinja2 \(the extra spark_dl\[plot\]",
+    ):
         spark_dl.report(make_run(tmp_path / "run"))
 
 

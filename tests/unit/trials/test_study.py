@@ -378,5 +378,7 @@ def test_R25_other_choices_than_those_of_the_study_are_one_error(tmp_path):
 
 def test_without_optuna_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)  # as where it is not installed
-    with pytest.raises(ModuleNotFoundError, match=r"tune needs Optuna on the driver: pip install 'spark_dl\[optuna\]'"):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"tune needs Optuna on the driver: pip install optuna \(the extra spark_dl\[optuna\]"
+    ):
         import_optuna()

@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from spark_dl import import_object
+from spark_dl.config.checks import UnfitPythonError
 from spark_dl.launch.code import payload
 from spark_dl.launch.code.payload import pack_call, pack_result, unpack_call, unpack_result
 from spark_dl.launch.failures.errors import is_retryable
@@ -452,5 +453,14 @@ def test_a_tensor_that_is_sparse_or_quantized_is_not_returned(value):
         payload._to_tree({"a": value}, "result", [])
 
 
+def test_another_version_of_the_package_is_an_error_before_anything_is_unpickled(monkeypatch):
+    packed = pack_call(len, ([1],), {})
+    monkeypatch.setattr(payload, "__version__", "9.9.9")
+    with pytest.raises(
+        UnfitPythonError, match=r"^host \S+: found spark_dl 9\.9\.9 in \S+, expected \S+, which the driver has"
+    ):
+        unpack_call(packed)
+
+
 def test_a_module_that_is_missing_is_missing_in_another_attempt_too():
-    assert not is_retryable(payload.MissingModuleError("no module named 'x'"))
+    assert not is_retryable(UnfitPythonError("no module named 'x'"))

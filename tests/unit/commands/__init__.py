@@ -1,0 +1,1 @@
+"""The commands of spark-dl, without a cluster."""

@@ -153,9 +153,7 @@ def _old_checkpoints(run_dir: str, keep_last: int | None, older_than_days: float
         infos = storage.list_infos(each.url)
         changed = max([0.0, *((info.mtime_ns or 0) / 1e9 for info in infos)])
         found.append(Removed("checkpoint", each.url, sum(info.size or 0 for info in infos), changed))
-    newest_first = found[::-1]
-    old = {each.url for each in _old(newest_first[::-1], keep_last, older_than_days)}
-    return [each for each in found if each.url in old and each.url not in kept]
+    return [each for each in _old(found, keep_last, older_than_days) if each.url not in kept]
 
 
 def _metrics_of(saved: Sequence[checkpoint.Saved]) -> set[str]:

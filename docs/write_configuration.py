@@ -35,7 +35,7 @@ parallel: {strategy: ddp, bucket_mib: 10}
 ```
 
 ```bash
-spark-submit jobs/train.py --config conf/train/digits.yaml --train.epochs 5 --parallel.bucket_mib 10
+spark-dl train --config conf/train/digits.yaml --train.epochs 5 --parallel.bucket_mib 10
 ```
 
 ```python

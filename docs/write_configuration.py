@@ -133,7 +133,9 @@ def _worst(parallel: Any) -> Any:
 
 def _intro(section: type, name: str) -> str:
     note = " The section may be `null`." if name == "sequences" else ""
-    return textwrap.fill(f"{_plain(section.__doc__)}{note}", 120, break_long_words=False) + "\n"
+    return (
+        textwrap.fill(f"{_plain(section.__doc__.partition('Example:')[0])}{note}", 120, break_long_words=False) + "\n"
+    )
 
 
 def _table(section: type, prefix: str) -> str:

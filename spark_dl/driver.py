@@ -62,7 +62,12 @@ _log = logging.getLogger("spark_dl")
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The result of `train`."""
+    """The result of `train`.
+
+    Example:
+        >>> result = spark_dl.train(df, spec, config, run_dir="runs/2", overwrite=True)
+        >>> model = result.load_model(spec)
+    """
 
     run_dir: str
     checkpoint: str

@@ -12,7 +12,11 @@ OnError = Literal["raise", "warn"]
 @named_settings
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """When the state of training is saved."""
+    """When the state of training is saved.
+
+    Example:
+        >>> spark_dl.Checkpoint(every_steps=500, keep=2, keep_best=1)
+    """
 
     MAY_CHANGE: ClassVar[bool] = True
     every_steps: int = 0

@@ -28,7 +28,11 @@ def _default_strategy() -> Parallel:
 @named_settings
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All settings of a run. Raises ValueError for invalid settings and for settings that exclude each other."""
+    """All settings of a run. Raises ValueError for invalid settings and for settings that exclude each other.
+
+    Example:
+        >>> spark_dl.Config(train=spark_dl.Train(lr=0.1), launch=spark_dl.Launch(num_ranks=2)).to_dict()["train"]["lr"]
+    """
 
     data: Data = field(default_factory=Data)
     shards: Shards = field(default_factory=Shards)

@@ -38,6 +38,9 @@ class Data:
 
     The settings that determine the contents of shards are also part of the key of the shards in a store
     (`shards.store`).
+
+    Example:
+        >>> spark_dl.Data(features=("city", "age"), label="bought", encode={"city": {"as": "vocabulary"}})
     """
 
     features: tuple[str, ...] = ("features",)

@@ -15,7 +15,11 @@ _LONGEST_WAIT_S = 7 * 24 * 3600
 @named_settings
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How the barrier job starts, and its time limits."""
+    """How the barrier job starts, and its time limits.
+
+    Example:
+        >>> spark_dl.Launch(num_ranks=4, min_ranks=2, max_restarts=5)
+    """
 
     MAY_CHANGE: ClassVar[bool] = True
     num_ranks: int = 1

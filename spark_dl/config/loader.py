@@ -14,7 +14,11 @@ Ragged = Literal["pad", "offsets"]
 @named_settings
 @dataclass(frozen=True, kw_only=True)
 class Loader:
-    """The order of rows, how they are read, and how batches are built."""
+    """The order of rows, how they are read, and how batches are built.
+
+    Example:
+        >>> spark_dl.Loader(memory_mib=1024, reader_threads=4)
+    """
 
     num_streams: int = 16
     """Number of streams that the rows are divided into. It must divide the global batch size and be at least the

@@ -13,7 +13,11 @@ _OF_MLFLOW = ("mlflow_registered_model_name", "mlflow_log_model", "mlflow_log_ch
 @named_settings
 @dataclass(frozen=True, kw_only=True)
 class Track:
-    """TensorBoard and MLflow, which the driver writes to during training, and profiles of the ranks."""
+    """TensorBoard and MLflow, which the driver writes to during training, and profiles of the ranks.
+
+    Example:
+        >>> spark_dl.Track(mlflow=True, tensorboard=True)
+    """
 
     MAY_CHANGE: ClassVar[bool] = True
     OF_CALLER: ClassVar[bool] = True

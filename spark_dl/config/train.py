@@ -18,7 +18,11 @@ OnNonfinite = Literal["raise", "skip", "rollback"]
 @dataclass(frozen=True, kw_only=True)
 class Train:
     """The optimization. It does not depend on the number of ranks: one process with the same global batches takes the
-    same steps."""
+    same steps.
+
+    Example:
+        >>> spark_dl.Train(epochs=5, optimizer="AdamW", lr=0.001, clip_grad_norm=1.0, precision="bf16")
+    """
 
     global_batch_size: int = 64
     """Rows of one optimizer step, over all ranks and micro-batches. Independent of the number of ranks."""

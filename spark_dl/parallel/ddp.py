@@ -48,7 +48,11 @@ _OF_COMPRESSION: Mapping[str, tuple[str, ...]] = {
 @named_settings
 @dataclass(frozen=True, kw_only=True)
 class DDP(Parallel):
-    """PyTorch's DistributedDataParallel: all-reduce averages the gradients in buckets during the backward pass."""
+    """PyTorch's DistributedDataParallel: all-reduce averages the gradients in buckets during the backward pass.
+
+    Example:
+        >>> spark_dl.Config(parallel=spark_dl.DDP(compression="bf16"))
+    """
 
     strategy: ClassVar[str] = "ddp"
     bucket_mib: float | Literal["auto"] = 25.0

@@ -78,6 +78,12 @@ def tune(
         ValueError: For invalid arguments and data.
         RuntimeError: If all trials fail or the cluster cannot run the job.
         RankError: If a process is killed. The study keeps the finished trials.
+
+    Example:
+        >>> def suggest(trial):
+        ...     return {"train.lr": trial.suggest_float("lr", 0.001, 0.1, log=True)}
+        >>> found = spark_dl.tune(df, spec, suggest, config, num_trials=2, metric="train_loss", overwrite=True)
+        >>> found.best.values
     """
     start, goal = time.perf_counter(), Goal(metric, num_folds)
     config, data = config or Config(), as_sources(data, "tune")

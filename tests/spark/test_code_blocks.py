@@ -34,10 +34,13 @@ PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").
 PAGES.remove("docs/tutorial.md") if "docs/tutorial.md" in PAGES else None  # written by the build of the documentation
 MARKS = {
     "slow": (
-        "spark-ml", "tracking", "trials", "migration", "data", "external", "running-on-clusters", "model-parallel",
+        "spark-ml", "tracking", "trials", "migration", "data", "external", "clusters", "model-parallel",
         "streams", "pictures",
     ),
-    "long": ("lines-of-code", "experts"),
+    "long": (
+        "lines-of-code", "experts", "lightning", "launch", "own-loop", "resume", "train", "huggingface",
+        "use-elsewhere",
+    ),
 }  # fmt: skip
 """Of pages whose blocks take longest."""
 SHOWN = ("text", "diff", "toml", "properties", "dockerfile", "{toctree}", "{image}", "{eval-rst}")
@@ -158,7 +161,7 @@ def examples():
 
 ORDER = (
     "ModelSpec", "load_config", "train", "evaluate", "predict", "predict_udf", "save_model", "load_model", "export",
-    "report", "write_shards", "read_shards", "open_dataset",
+    "report", "write_shards", "read_shards", "open_dataset", "store_shards", "clean_store",
 )  # fmt: skip
 """Examples that use the files of those before them; the others follow."""
 
@@ -172,7 +175,9 @@ def test_the_examples_of_the_reference_run_as_they_are(spark, tmp_path, monkeypa
     )
     names = {"spark_dl": spark_dl, "torch": torch, "df": df, "config": config, "TorchClassifier": TorchClassifier}
     found = examples()
-    assert {*ORDER, "launch", "run_on_dataframe", "diagnose", "clean", "TorchClassifier"} == {*found}
+    settings = {"Config", "Data", "Train", "Launch", "Checkpoint", "Loader", "Track", "DDP"}
+    others = {"launch", "run_on_dataframe", "diagnose", "clean", "tune", "TorchClassifier", "TrainResult"}
+    assert {*ORDER, *settings, *others} == {*found}
     for name in (*ORDER, *sorted({*found} - {*ORDER})):
         exec(compile(found[name], f"<the example of {name}>", "exec"), names)
 

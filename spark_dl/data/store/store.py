@@ -136,6 +136,10 @@ def store_shards(
             whenever the rows change.
         run: owner of the lease, for people.
         reference_columns, before_commit: as for `write_shards`.
+
+    Example:
+        >>> shards, lease = spark_dl.store_shards(df, config.data, shards=spark_dl.Shards(store="store"), key="points")
+        >>> lease.release()
     """
     layout, columns = shards or Shards(), columns or data.columns
     reason = "shards.store is not set"
@@ -393,6 +397,9 @@ def clean_store(store: str, *, ttl_days: float) -> dict[str, int]:
     Called on the driver. Returns the numbers of datasets `deleted`, `kept` and `denied`, and the `bytes` deleted.
     `denied` datasets have expired, but this user has no permission to delete them; they are logged.
     Raises ValueError for a store that does not exist, and for a number of days below 0.
+
+    Example:
+        >>> spark_dl.clean_store("store", ttl_days=30)
     """
     if not ttl_days >= 0:
         raise ValueError(f"ttl_days: expected a number of at least 0, found {ttl_days}")

@@ -1,6 +1,8 @@
 """Which exit code each kind of failure has: whether a scheduler that tries again can succeed."""
 
 import errno
+import logging
+import signal
 
 import pytest
 from py4j.protocol import Py4JError, Py4JNetworkError
@@ -13,6 +15,17 @@ from spark_dl.launch.failures.errors import RankError
 from spark_dl.launch.preflight import TooFewSlotsError
 from spark_dl.rundir.generations import SupersededError
 from spark_dl.spark_job import SessionEndedError
+
+
+@pytest.fixture
+def process():
+    """What a command sets for its process: the log and the handler of SIGTERM."""
+    root, level, terminate = logging.getLogger(), logging.getLogger("spark_dl").level, signal.getsignal(signal.SIGTERM)
+    handlers = [*root.handlers]
+    yield
+    root.handlers[:] = handlers
+    logging.getLogger("spark_dl").setLevel(level)
+    signal.signal(signal.SIGTERM, terminate)
 
 
 def rank_error(**about):
@@ -67,7 +80,7 @@ def raising(error):
     (RuntimeError("no network"), 75, "error: no network\nThe same command can succeed later (exit code 75).\n"),
     (KeyboardInterrupt(), 130, "error: interrupted\n"),
 ])  # fmt: skip
-def test_a_command_that_fails_says_why_on_standard_error_and_ends_with_its_code(capsys, error, code, said):
+def test_a_command_that_fails_says_why_on_standard_error_and_ends_with_its_code(process, capsys, error, code, said):
     with pytest.raises(SystemExit, match=f"^{code}$"):
         arguments.run(raising(error))
     out, err = capsys.readouterr()
@@ -75,7 +88,7 @@ def test_a_command_that_fails_says_why_on_standard_error_and_ends_with_its_code(
 
 
 @pytest.mark.parametrize("is_good", [True, False])
-def test_a_result_is_the_last_line_of_standard_output(capsys, is_good):
+def test_a_result_is_the_last_line_of_standard_output(process, capsys, is_good):
     with pytest.raises(SystemExit, match=f"^{int(not is_good)}$"):
         arguments.run(lambda: {"rows": 3}, is_success=lambda result: is_good)
     assert capsys.readouterr().out == '{"rows": 3}\n'

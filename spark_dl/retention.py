@@ -90,18 +90,17 @@ def clean(
         found = [Removed("dataset", at, size, used) for at, size, used in expired]
         if delete:
             store.clean_store(folder, ttl_days=older_than_days)
+            found = [each for each in found if not storage.exists(each.url)]  # others are of other users, or in use now
         return sorted(found, key=lambda each: each.changed)
     runs = [folder] if run_folder.is_run(folder) else _runs_in(folder)
     if not runs:
         raise ValueError(f"found no run folder at {folder} or in it, and no store; expected one of them")
-    if only_rows:
-        ended = _old([_of_run(run) for run in runs], keep_last, older_than_days)
-        found = [each for run in ended for each in _rows(run.url)]
-    elif runs == [folder]:
+    if runs == [folder] and not only_rows:
         found = _old_checkpoints(folder, keep_last, older_than_days)
     else:
         old = _old([_of_run(run) for run in runs], keep_last, older_than_days)
-        found = [run for run in old if not _goes_on(run)]
+        ended = [run for run in old if not _goes_on(run)]
+        found = [each for run in ended for each in _rows(run.url)] if only_rows else ended
     return [_delete(each) for each in found] if delete else found
 
 
@@ -128,16 +127,15 @@ def _of_run(run_dir: str) -> Removed:
 
 
 def _rows(run_dir: str) -> list[Removed]:
-    """Returns the copies of rows of a run that has ended."""
-    if _goes_on(_of_run(run_dir)):
-        return []
-    found = []
-    for url in run_folder.shard_sets(run_dir):
-        infos = storage.list_infos(url)
-        if infos:
-            times = [0.0, *((info.mtime_ns or 0) / 1e9 for info in infos)]
-            found.append(Removed("rows", url, sum(info.size or 0 for info in infos), max(times)))
-    return found
+    """Returns the copies of rows of a run."""
+    return [_of_files("rows", url) for url in run_folder.shard_sets(run_dir) if storage.list_names(url)]
+
+
+def _of_files(kind: Kind, url: str) -> Removed:
+    """Returns a folder with its files."""
+    infos = storage.list_infos(url)
+    changed = max([0.0, *((info.mtime_ns or 0) / 1e9 for info in infos)])
+    return Removed(kind, url, sum(info.size or 0 for info in infos), changed)
 
 
 def _old_checkpoints(run_dir: str, keep_last: int | None, older_than_days: float | None) -> list[Removed]:
@@ -148,11 +146,7 @@ def _old_checkpoints(run_dir: str, keep_last: int | None, older_than_days: float
         ranked[0].url for mode in ("min", "max") for metric in _metrics_of(saved)
         if (ranked := checkpoint.by_score(saved, mode, metric))
     }  # fmt: skip
-    found = []
-    for each in saved:
-        infos = storage.list_infos(each.url)
-        changed = max([0.0, *((info.mtime_ns or 0) / 1e9 for info in infos)])
-        found.append(Removed("checkpoint", each.url, sum(info.size or 0 for info in infos), changed))
+    found = [_of_files("checkpoint", each.url) for each in saved]
     return [each for each in _old(found, keep_last, older_than_days) if each.url not in kept]
 
 

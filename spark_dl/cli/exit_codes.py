@@ -49,8 +49,6 @@ def is_temporary(error: BaseException) -> bool:
     """
     if (known := getattr(error, "is_retryable", None)) is not None:
         return bool(known)
-    if isinstance(error, (ConnectionError, TimeoutError)):
-        return True
     if isinstance(error, OSError):
         # Without a number: of an object store, whose files that are missing or forbidden have classes of their own.
         return error.errno not in _LASTING and not isinstance(error, (FileNotFoundError, PermissionError))

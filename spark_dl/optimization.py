@@ -15,7 +15,15 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLR
 
 @dataclass(frozen=True, kw_only=True)
 class Optimization:
-    """An optimizer, and a scheduler of its learning rates. Built on every rank."""
+    """An optimizer, and a scheduler of its learning rates. Built on every rank.
+
+    Example:
+        >>> def build_optimization(model):
+        ...     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        ...     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)
+        ...     return spark_dl.Optimization(optimizer, schedule)
+        >>> spark_dl.ModelSpec(build=lambda: torch.nn.Linear(2, 2), optimizer=build_optimization)
+    """
 
     optimizer: Optimizer
     """An optimizer that takes one gradient per step. LBFGS is not supported."""

@@ -401,6 +401,9 @@ def import_object(path: str, key: str) -> Any:
     """Imports an object by `package.module:name` or `folder/file.py:name`. Called on the driver.
 
     Objects of a file are pickled by value, so the file need not exist on executors.
+
+    Example:
+        >>> build_model = spark_dl.import_object("torch.nn:Linear", "model")
     """
     where, _, name = path.partition(":")
     if not where or not name:

@@ -13,7 +13,12 @@ Straggler = Literal["none", "constant", "exponential", "shifted"]
 @named_settings
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """Injected delays, to test the effect of slow ranks."""
+    """Injected delays, to test the effect of slow ranks.
+
+    Example:
+        >>> faults = spark_dl.Faults(straggler="constant", straggler_s=0.05, straggler_ranks=(1,))
+        >>> spark_dl.Config(launch=spark_dl.Launch(num_ranks=4), faults=faults)
+    """
 
     MAY_CHANGE: ClassVar[bool] = True
     straggler: Straggler = "none"

@@ -9,7 +9,11 @@ from spark_dl.config.fields import named_settings
 @named_settings
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """Samples that consist of consecutive rows. The columns of a batch then have the shape [samples, length, ...]."""
+    """Samples that consist of consecutive rows. The columns of a batch then have the shape [samples, length, ...].
+
+    Example:
+        >>> spark_dl.Config(sequences=spark_dl.Sequences(length=128, order="position"))
+    """
 
     length: int
     """Number of rows in each sample."""

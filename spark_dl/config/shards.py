@@ -13,7 +13,11 @@ Storage = Literal["shared", "local"]
 @named_settings
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """The layout of a DataFrame's rows in files, and the location of these files."""
+    """The layout of a DataFrame's rows in files, and the location of these files.
+
+    Example:
+        >>> spark_dl.Config(shards=spark_dl.Shards(store="/data/store"))
+    """
 
     rows_per_row_group: int = 0
     """Number of rows in each row group; 0 selects a number that gives about 4 MiB."""

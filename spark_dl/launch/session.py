@@ -40,6 +40,9 @@ def build_session(name: str, *, master: str | None = None, conf: Mapping[str, st
         master: a master URL, or `sc://host:port` for Spark Connect. The default is Spark's setting, else `local[*]`.
         conf: Spark settings. They override the settings of `spark-submit` and of properties files, which override the
             defaults of this function. Ignored for Spark Connect, with a warning, as the server has its own settings.
+
+    Example:
+        >>> spark = spark_dl.build_session("training", master="local[4]", conf={"spark.driver.memory": "2g"})
     """
     unset = [key for key in ("PYSPARK_PYTHON", "SPARK_HOME") if key not in os.environ]
     since = time.monotonic()

@@ -53,6 +53,13 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
         saveFormat: how models are saved, `weights` or `export`, as in `spark_dl.save_model`.
         parallelTrials: number of models that `CrossValidator` and `TrainValidationSplit` train at the same time, each
             on `numRanks` ranks, in one barrier job for all param maps. The default, 1, is a job for each of them.
+
+    Example:
+        >>> def build_model():
+        ...     return torch.nn.Linear(2, 2)
+        >>> spec = spark_dl.ModelSpec(build=build_model, loss="CrossEntropyLoss")
+        >>> estimator = TorchEstimator(spec, featuresCol="features", labelCol="label", epochs=2, runDir="runs/ml")
+        >>> estimator.fit(df).transform(df).show()
     """
 
     _model = TorchModel

@@ -52,6 +52,10 @@ class TorchRegressor(TorchEstimator, _RegressorParams):
 
     The arguments are those of `TorchEstimator`, and `predictionCol`. The label is of any numeric type; in batches it is
     float32. The default loss is `MSELoss`.
+
+    Example:
+        >>> regressor = TorchRegressor(lambda: torch.nn.Linear(2, 1), featuresCol="features", labelCol="label", lr=1e-6)
+        >>> regressor.setRunDir("runs/regression").fit(df).transform(df).select("prediction").show()
     """
 
     _model = TorchRegressionModel

@@ -137,6 +137,10 @@ class FeedForward(nn.Module):
         hidden: size of the layer between the two matrices. The default is 4 times `width`.
         activation: function of the hidden layer.
         gated: multiply the hidden layer by a further matrix, as in SwiGLU (Shazeer 2020, arXiv:2002.05202).
+
+    Example:
+        >>> experts = spark_dl.nn.FeedForward(8, 64, hidden=256, activation=torch.nn.functional.silu, gated=True)
+        >>> spark_dl.nn.MoE(64, num_experts=8, experts=experts)
     """
 
     def __init__(
@@ -224,6 +228,10 @@ class MoE(nn.Module):
 
     Raises:
         ValueError: For arguments that do not fit each other.
+
+    Example:
+        >>> layer = spark_dl.nn.MoE(64, num_experts=8, top_k=2)
+        >>> layer(torch.randn(4, 10, 64)).shape  # [rows, tokens, width]
     """
 
     row_weight: Tensor | None = None

@@ -40,7 +40,11 @@ Wait: TypeAlias = Callable[[Callable[[], object]], None]
 @named_settings
 @dataclass(frozen=True, kw_only=True)
 class Horovod(Parallel):
-    """Horovod: its all-reduce averages the gradients during the backward pass."""
+    """Horovod: its all-reduce averages the gradients during the backward pass.
+
+    Example:
+        >>> spark_dl.Config(parallel=spark_dl.Horovod(compression="fp16"))
+    """
 
     strategy: ClassVar[str] = "horovod"
     own_optimizer: ClassVar[bool] = True

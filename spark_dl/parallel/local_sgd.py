@@ -39,7 +39,11 @@ def _compares_apart(every: int, settings: Any) -> bool:
 @named_settings
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(Parallel):
-    """Local SGD: each rank takes its own steps, and the weights are averaged every few steps."""
+    """Local SGD: each rank takes its own steps, and the weights are averaged every few steps.
+
+    Example:
+        >>> spark_dl.Config(parallel=spark_dl.LocalSGD(sync_every_steps=16))
+    """
 
     strategy: ClassVar[str] = "local_sgd"
     excludes: ClassVar[tuple[Conflict, ...]] = (

@@ -28,7 +28,11 @@ _log = logging.getLogger("spark_dl")
 @named_settings
 @dataclass(frozen=True, kw_only=True)
 class Single(Parallel):
-    """One rank on one device, without a process group."""
+    """One rank on one device, without a process group.
+
+    Example:
+        >>> spark_dl.Config(parallel=spark_dl.Single())
+    """
 
     strategy: ClassVar[str] = "single"
     has_group: ClassVar[bool] = False
@@ -38,7 +42,11 @@ class Single(Parallel):
 @named_settings
 @dataclass(frozen=True, kw_only=True)
 class DPSingleProcess(Parallel):
-    """One rank on all GPUs of its task, with torch's DataParallel; with fewer than two GPUs the same as `single`."""
+    """One rank on all GPUs of its task, with torch's DataParallel; with fewer than two GPUs the same as `single`.
+
+    Example:
+        >>> spark_dl.Config(parallel=spark_dl.DPSingleProcess())
+    """
 
     strategy: ClassVar[str] = "dp_single_process"
     has_group: ClassVar[bool] = False

@@ -183,6 +183,12 @@ def plan_mesh(
     Raises:
         ValueError: For what is no profile, and, with the least memory that is needed, if no plan fits.
             ModuleNotFoundError for a page without the packages of the extra `spark_dl[plot]`.
+
+    Example:
+        >>> layer = {"forward_s": {"fixed": 0, "per_row": 1e-4}, "backward_s": {"fixed": 0, "per_row": 2e-4}}
+        >>> layer |= {"parameter_bytes": 4e8, "output_bytes": 4096, "kept_bytes": 65536, "name": "block", "repeat": 8}
+        >>> plans = spark_dl.plan_mesh({"layers": [layer]}, num_ranks=4, global_batch_size=64, memory_gib=16)
+        >>> plans.settings
     """
     _check(num_ranks, hosts, global_batch_size, memory_gib, optimizer)
     url = None if page is None else storage.absolute(page)

@@ -112,6 +112,15 @@ def open_checkpoints(*, keep: int = 2) -> Checkpoints:
 
     Args:
         keep: number of the last checkpoints that are kept, beside the one that this attempt goes on from.
+
+    Example:
+        >>> def train_fn():
+        ...     torch.distributed.init_process_group("gloo")
+        ...     model, checkpoints = torch.nn.Linear(2, 2), spark_dl.open_checkpoints()
+        ...     loaded = checkpoints.load()  # None in the first attempt
+        ...     for step in range(loaded.step if loaded else 0, 3):
+        ...         checkpoints.save({"model": model.state_dict()}, step=step + 1)
+        >>> spark_dl.launch(train_fn, num_ranks=2, run_dir="runs/own", overwrite=True)
     """
     run = find_run()
     if run is None:

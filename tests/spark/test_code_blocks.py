@@ -23,11 +23,11 @@ from sybil.parsers.markdown import CodeBlockParser
 
 import spark_dl
 import spark_dl.ml
+import spark_dl.nn
 from jobs import bench
 from spark_dl.cli import arguments
 from spark_dl.cli.main import COMMANDS
 from spark_dl.config.load import read_file
-from spark_dl.ml import TorchClassifier
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
@@ -151,7 +151,7 @@ def test_code_blocks(spark, page, tmp_path, monkeypatch):
 def examples():
     """The examples in the docstrings of the public names, by name: lines after `>>>` and `...`."""
     found = {}
-    for module in (spark_dl, spark_dl.ml):
+    for module in (spark_dl, spark_dl.ml, spark_dl.nn):
         for name in module.__all__:
             lines = re.findall(r"^ *(?:>>>|\.\.\.) ?(.*)$", getattr(module, name).__doc__ or "", re.MULTILINE)
             if lines:
@@ -166,6 +166,15 @@ ORDER = (
 """Examples that use the files of those before them; the others follow."""
 
 
+RETURNED = {
+    "Checkpoints", "Diagnosis", "Finding", "LoadedCheckpoint", "MeshPlans", "RankRows", "Removed", "SettingError",
+    "ShardSet", "TorchClassificationModel", "TorchModel", "TorchRegressionModel", "TrialResult", "TuneResult", "World",
+}  # fmt: skip
+"""Names of what functions return or raise: the examples of these functions show them."""
+BASES = {"Parallel", "Strategy"}
+"""What the page of own strategies builds on."""
+
+
 @pytest.mark.modes("local")
 def test_the_examples_of_the_reference_run_as_they_are(spark, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -173,11 +182,11 @@ def test_the_examples_of_the_reference_run_as_they_are(spark, tmp_path, monkeypa
     config = spark_dl.Config(
         data=spark_dl.Data(features=("features",), label="label"), launch=spark_dl.Launch(num_ranks=2)
     )
-    names = {"spark_dl": spark_dl, "torch": torch, "df": df, "config": config, "TorchClassifier": TorchClassifier}
+    names = {"spark_dl": spark_dl, "torch": torch, "df": df, "config": config}
+    names |= {name: getattr(spark_dl.ml, name) for name in ("TorchEstimator", "TorchClassifier", "TorchRegressor")}
     found = examples()
-    settings = {"Config", "Data", "Train", "Launch", "Checkpoint", "Loader", "Track", "DDP"}
-    others = {"launch", "run_on_dataframe", "diagnose", "clean", "tune", "TorchClassifier", "TrainResult"}
-    assert {*ORDER, *settings, *others} == {*found}
+    public = {*spark_dl.__all__, *spark_dl.ml.__all__, *spark_dl.nn.__all__} - {"nn"}
+    assert {*found} == public - RETURNED - BASES
     for name in (*ORDER, *sorted({*found} - {*ORDER})):
         exec(compile(found[name], f"<the example of {name}>", "exec"), names)
 

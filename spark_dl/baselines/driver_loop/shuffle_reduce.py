@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 @named_settings
 @dataclass(frozen=True, kw_only=True)
 class ShuffleReduce(Parallel):
-    """A reduce-scatter by a Spark shuffle: the driver trains, with one Spark job for each step."""
+    """A reduce-scatter by a Spark shuffle: the driver trains, with one Spark job for each step.
+
+    Example:
+        >>> spark_dl.Config(parallel=spark_dl.ShuffleReduce())
+    """
 
     strategy: ClassVar[str] = "shuffle_reduce"
     by_spark: ClassVar[bool] = True

@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 @named_settings
 @dataclass(frozen=True, kw_only=True)
 class TreeReduce(Parallel):
-    """Spark's `treeReduce`: the driver trains, with one Spark job for each step."""
+    """Spark's `treeReduce`: the driver trains, with one Spark job for each step.
+
+    Example:
+        >>> spark_dl.Config(parallel=spark_dl.TreeReduce(tree_depth=3))
+    """
 
     strategy: ClassVar[str] = "tree_reduce"
     by_spark: ClassVar[bool] = True

@@ -18,7 +18,12 @@ ServerMode = Literal["sync", "k_sync", "k_batch_sync", "async", "k_async", "k_ba
 @named_settings
 @dataclass(frozen=True, kw_only=True)
 class ParameterServer(Parallel):
-    """Parameter servers: the last ranks store the weights; the other ranks send gradients and receive weights."""
+    """Parameter servers: the last ranks store the weights; the other ranks send gradients and receive weights.
+
+    Example:
+        >>> servers = spark_dl.ParameterServer(num_servers=1, server_mode="async", max_staleness=4)
+        >>> spark_dl.Config(launch=spark_dl.Launch(num_ranks=4), parallel=servers)
+    """
 
     strategy: ClassVar[str] = "parameter_server"
     common_steps: ClassVar[bool] = False

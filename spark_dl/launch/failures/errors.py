@@ -200,6 +200,12 @@ class RankError(RuntimeError):
         stacks: after a hang, where each rank was, with the stacks of its threads.
         advice: how to go on from the last checkpoint, of a run that has a run folder.
         hosts: of the ranks of the attempt, as far as they are known; none over Spark Connect.
+
+    Example:
+        >>> try:
+        ...     spark_dl.launch(lambda: 1 / 0, num_ranks=2)
+        ... except spark_dl.RankError as error:
+        ...     print(error.rank, error.host, error.reason)
     """
 
     def __init__(

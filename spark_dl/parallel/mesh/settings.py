@@ -108,6 +108,10 @@ class Mesh(Parallel):
     """Models larger than one device: pipeline stages, slices of layers, and shards of weights and optimizer states.
 
     `launch.num_ranks` / (`pipeline` * `tensor`) ranks train on different rows, the data ranks.
+
+    Example:
+        >>> launch, train = spark_dl.Launch(num_ranks=4), spark_dl.Train(accumulation_steps=4)
+        >>> spark_dl.Config(launch=launch, train=train, parallel=spark_dl.Mesh(pipeline=2, zero_stage=1))
     """
 
     strategy: ClassVar[str] = "mesh"

@@ -56,6 +56,9 @@ EXCLUDES = (
 class Auto(Parallel):
     """A mesh that the driver plans: it measures the layers of the model and the network, and trains with the mesh whose
     step is predicted to be the shortest. The plan also sets `train.accumulation_steps`.
+
+    Example:
+        >>> spark_dl.Config(launch=spark_dl.Launch(num_ranks=8), parallel=spark_dl.Auto())
     """
 
     strategy: ClassVar[str] = "auto"

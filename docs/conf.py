@@ -24,6 +24,7 @@ exclude_patterns = ["_build", "README.md", "templates"]
 html_theme, html_title = "furo", f"spark_dl {release}"
 html_static_path, html_css_files = ["static"], ["wide.css"]
 myst_heading_anchors = 3
+myst_enable_extensions = ["attrs_inline"]  # ![alt](file){width=220px}
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_class_signature = "mixed"

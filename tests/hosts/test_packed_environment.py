@@ -1,7 +1,7 @@
 """A packed environment (`--archives`) is all that executors need: the worker does not see the driver's environment.
 
-Packed as in docs/clusters.md, except that the packages are taken from the driver's environment, not from an
-index: what `pip install .` would install, in the same versions.
+Packed as in docs/packages.md, by `tar` and by `venv-pack`, except that the packages are taken from the driver's
+environment, not from an index: what `pip install .` would install, in the same versions.
 """
 
 import importlib.metadata
@@ -76,8 +76,8 @@ def install(distribution, packages):
             shutil.copyfile(source / path, packages / path)
 
 
-@pytest.fixture
-def archive(tmp_path):
+@pytest.fixture(params=["tar", "venv-pack"])
+def archive(tmp_path, request):
     folder = tmp_path / "packed"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
     (packages,) = folder.glob("lib/python*/site-packages")
@@ -88,7 +88,11 @@ def archive(tmp_path):
             install(distribution, packages)
     path = tmp_path / "environment.tar.gz"
     gzip = f"{sys.executable} -m isal.igzip -1" if importlib.util.find_spec("isal") else "gzip -1"  # fast
-    subprocess.run(["tar", "-I", gzip, "-cf", path, "-C", folder, "."], check=True, timeout=300)
+    if request.param == "tar":
+        command = ["tar", "-I", gzip, "-cf", path, "-C", folder, "."]
+    else:
+        command = [sys.executable, "-m", "venv_pack", "--prefix", folder, "--output", path, "--compress-level", "1"]
+    subprocess.run(command, check=True, timeout=300)
     shutil.rmtree(folder)
     return path
 

@@ -6,9 +6,9 @@
                   (that of docs/quickstart.md is run as a whole: package/test_wheel.py)
     ```text       shown only, as are `diff`, `toml`, `properties` and `dockerfile`
 
-Blocks that readers do not need to see stand in `<!--- invisible-code-block: python ... -->`. A block of Python that
-cannot be run has a comment right above it, `<!-- not run: reason -->`; it is compiled all the same. A block of bash may
-have one for readers of the source.
+The set-up of a page is a block that is folded. Checks stand in `<!--- invisible-code-block: python ... -->`. A block of
+Python that cannot be run has a comment right above it, `<!-- not run: reason -->`; it is compiled all the same. A block
+of bash may have one for readers of the source.
 """
 
 import importlib

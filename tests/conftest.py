@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items):
     """The largest groups of tests that run in one process come first; unit tests fill the rest of the time."""
     items[:] = [item for item in items if not _in_another_mode(item)]
     for item in items:
-        if (marker := item.get_closest_marker("long_in")) and _mode_of(item) in marker.args:
+        if any(_mode_of(item) in marker.args for marker in item.iter_markers("long_in")):
             item.add_marker("long")
         if _mode_of(item) in ("local-cluster", "connect"):  # which take a while to start
             item.add_marker("slow")

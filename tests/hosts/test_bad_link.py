@@ -46,6 +46,7 @@ def bad_link(host):
     counts.update(json.loads(out))
 
 
+@pytest.mark.long
 def test_F21_loss_reordering_and_jitter_change_no_weights_and_are_no_hang(hosts, tmp_path):
     shards = write_dataset(str(tmp_path / "data"), blobs(480), group_rows=40)
     found = {}

@@ -71,6 +71,7 @@ def send(bed, env=None):
     return [line.split() for line in out], ear
 
 
+@pytest.mark.long
 def test_S10_who_hears_the_network_reads_what_ranks_send(hosts):
     with hosts(2) as bed:
         out, ear = send(bed)

@@ -418,6 +418,7 @@ def _two_steps(config):
 SLOW = {"straggler": "constant", "straggler_s": 10.0}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.modes("local")
 def test_a_step_that_takes_too_long_is_an_error_and_leaves_no_task(spark, tmp_path):

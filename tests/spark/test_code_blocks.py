@@ -34,12 +34,12 @@ PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").
 PAGES.remove("docs/tutorial.md") if "docs/tutorial.md" in PAGES else None  # written by the build of the documentation
 MARKS = {
     "slow": (
-        "spark-ml", "tracking", "trials", "migration", "data", "external", "clusters", "model-parallel",
+        "migration", "data", "external", "clusters", "model-parallel",
         "streams", "pictures",
     ),
     "long": (
         "lines-of-code", "experts", "lightning", "launch", "own-loop", "resume", "train", "huggingface",
-        "use-elsewhere",
+        "use-elsewhere", "spark-ml", "tracking", "trials",
     ),
 }  # fmt: skip
 """Of pages whose blocks take longest."""

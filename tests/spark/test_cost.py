@@ -9,6 +9,7 @@ from spark_dl.parallel.cost.cost import tree_levels
 pytestmark = pytest.mark.modes("local")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_partitions", "depth"), [(4, 2), (5, 2), (10, 2), (16, 2), (16, 3), (27, 3)])
 def test_tree_reduce_has_the_stages_that_are_foretold(spark, num_partitions, depth):

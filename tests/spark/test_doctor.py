@@ -25,7 +25,7 @@ from tests.builders.mounts import dead_mount
 from tests.spark.test_jobs import PLAIN, run_job
 
 
-@pytest.mark.long_in("connect")
+@pytest.mark.long_in("connect", "local-cluster")
 @pytest.mark.modes("local", "local-cluster", "connect")
 def test_a_healthy_session_has_no_errors(spark, mode, tmp_path):
     start = time.monotonic()

@@ -108,6 +108,7 @@ print("found", pkg.version(), spark_dl.launch(pkg.version, num_ranks=2))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("master", ["local[2]", pytest.param("local-cluster[2,1,1024]", marks=pytest.mark.long)])
 def test_the_package_beside_the_program_runs_and_not_an_older_one_that_was_sent(tmp_path, master):
     with zipfile.ZipFile(tmp_path / "pkg.zip", "w") as archive:

@@ -44,6 +44,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("daemon", [
     pytest.param("pyspark.daemon", marks=pytest.mark.long), "spark_dl.launch.daemon",
 ])  # fmt: skip

@@ -60,6 +60,7 @@ for ranks, parallel in ((2, spark_dl.DDP()), (3, spark_dl.ParameterServer(num_se
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_host_that_refuses_md5_trains_evaluates_and_predicts(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(REFUSES)

@@ -107,6 +107,7 @@ def call_different_collectives(name):
     return float(tensor[0, 0])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.modes("local")
 def test_F19_ranks_in_different_collectives_that_were_not_compared_are_named_with_what_each_called(spark):

@@ -269,6 +269,7 @@ def predict(output):
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("code", "file"), [
     pytest.param(0, PLOT_FAILS, id="picture", marks=pytest.mark.long),

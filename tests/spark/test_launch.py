@@ -1011,6 +1011,7 @@ def _start_method():
     return multiprocessing.get_start_method()
 
 
+@pytest.mark.long_in("local-cluster")
 @pytest.mark.modes("local", "local-cluster")
 def test_a_worker_in_which_a_function_left_something_is_not_used_again(spark, points, tmp_path):
     config = small_config(1, train={"epochs": 1})

@@ -76,8 +76,7 @@ def test_every_row_reaches_one_rank(spark):
         assert torch.equal(a["columns"]["id"], b["columns"]["id"])
 
 
-@pytest.mark.long_in("connect")
-@pytest.mark.long_in("local-cluster")
+@pytest.mark.long_in("connect", "local-cluster")
 @pytest.mark.slow
 def test_train_and_evaluate(spark, points, tmp_path):
     data = {**LOCAL, "validation_fraction": 0.2}

@@ -51,6 +51,7 @@ def frame(spark, rows=245):
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.modes("local")
 def test_shards_are_right_in_each_run_of_a_session_whose_workers_have_other_ranks_each_time(spark, tmp_path):

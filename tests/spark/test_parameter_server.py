@@ -39,6 +39,7 @@ def test_train_from_a_dataframe(spark, points, tmp_path):
     assert spark_dl.predict(points, MLP, result.run_dir).count() == 500
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.modes("local")
 def test_F29_a_server_that_is_killed_is_an_error_that_names_it_and_the_run_goes_on_from_its_checkpoint(

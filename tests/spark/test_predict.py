@@ -383,6 +383,7 @@ def _renamed(points, tmp_path):
     return path
 
 
+@pytest.mark.long_in("local-cluster")
 @pytest.mark.slow
 def test_a_model_is_a_function_of_spark_sql(spark, points, saved):
     points.createOrReplaceTempView("points")
@@ -693,6 +694,7 @@ def memory_of(outputs):
     return {"mean": outputs[:, 0], "most_mib": torch.full((len(outputs),), most)}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.modes("local")
 def test_pixels_of_small_files_are_decoded_in_pieces_of_bounded_memory(spark, tmp_path):

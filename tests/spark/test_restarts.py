@@ -104,6 +104,7 @@ def train(spark, tmp_path):
     return run
 
 
+@pytest.mark.long_in("local-cluster")
 @pytest.mark.sampled(2)
 @pytest.mark.modes("local", "local-cluster")
 @pytest.mark.parametrize(("rank", "step", "every_steps"), [
@@ -339,6 +340,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["ranks run", pytest.param("before", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("how", "cause"), [

@@ -75,6 +75,7 @@ def test_wrong_credentials_are_one_clear_error(spark, points, own_s3):
     assert ENV["AWS_SECRET_ACCESS_KEY"] not in str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_server_that_goes_while_ranks_train_is_one_error_in_bounded_time(spark, points, own_s3, tmp_path):
     dataset = spark_dl.write_shards(points, own_s3.url("set"), shards=Shards(rows_per_row_group=8, rows_per_shard=16))

@@ -101,6 +101,7 @@ print(*spark_dl.launch(lambda: os.environ["OF_PYTHON"]))
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_second_session_has_its_own_python_and_the_driver_its_own_variables(tmp_path):
     """The first one's Python was that of all. A DataFrame of the first session was an error without a reason."""
@@ -136,6 +137,7 @@ for parallel in (spark_dl.DDP(all_reduce="ring"), ParameterServer()):
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("driver", ["", *(pytest.param(d, marks=pytest.mark.long) for d in ("[::1]", "a-name"))])
 def test_ranks_meet_over_ipv6(tmp_path, driver):

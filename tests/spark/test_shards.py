@@ -42,6 +42,7 @@ def test_shards_have_a_set_size_and_every_row_once_in_order(spark, tmp_path, row
     assert {n for n in os.listdir(tmp_path / "d") if n[0] not in "._"} == {s.name for s in shards.shards}
 
 
+@pytest.mark.long_in("local-cluster")
 def test_B09_skewed_partitions_become_files_of_like_size(spark, tmp_path):
     df = spark.range(500).filter("id < 300 OR id >= 490").repartitionByRange(5, "id").union(spark.range(500, 507))
     shards = write_shards(df.select("id"), str(tmp_path / "d"), shards=SMALL, columns=["id"])

@@ -112,6 +112,7 @@ def of_somebody_else(spark, points, tmp_path):
     return result, other
 
 
+@pytest.mark.long_in("local-cluster")
 @pytest.mark.modes("local", "local-cluster")
 def test_S22_a_checkpoint_does_not_say_where_the_rows_of_an_evaluation_go(spark, points, of_somebody_else):
     result, other = of_somebody_else
@@ -120,6 +121,7 @@ def test_S22_a_checkpoint_does_not_say_where_the_rows_of_an_evaluation_go(spark,
     assert not other.exists()
 
 
+@pytest.mark.long_in("local-cluster")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
 @pytest.mark.modes("local", "local-cluster")
 @pytest.mark.parametrize("place", ["temporary", "disks of the ranks", "named"])

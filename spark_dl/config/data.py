@@ -57,9 +57,9 @@ class Data:
     """NumPy dtypes, by column, in which batches have the columns: `{features: float32, label: int64}`. Stored columns
     keep their dtypes. Spark ML vectors are float64, and most models are float32."""
     assemble: str | None = None
-    """NumPy dtype in which the model gets all features as one tensor, # [rows, n], as from Spark's `VectorAssembler`:
+    """NumPy dtype in which the model gets all features as one tensor, `[rows, n]`, as from Spark's `VectorAssembler`:
     `float32` for most models. A column of numbers is one of its columns, a vector of k is k of them, in the order of
-    `features`. With `sequences` the tensor is # [rows, length, n]. It sets `cast` of the features. Null: the model gets
+    `features`. With `sequences` the tensor is `[rows, length, n]`. It sets `cast` of the features. Null: the model gets
     each feature as an argument of its own."""
     encode: dict[str, dict[str, Any]] = field(default_factory=dict)
     """How columns become numbers, for columns that can be converted in several ways: `{city: {as: vocabulary,

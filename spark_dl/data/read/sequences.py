@@ -193,12 +193,12 @@ def with_runs(shards: ShardSet, sequences: Sequences | None, names: Sequence[str
     if not index.samples:
         raise ValueError(
             f"sequences.length={sequences.length}: {shards.url} has no sequence of this length; its {shards.rows} rows "
-            f"form {len(starts)} runs, and the longest run has {index.longest_run} rows; lower sequences.length, or "
-            "raise sequences.max_gap (sequences.group and sequences.max_gap end a run; rows of a group must be "
+            f"form {len(starts)} segments, and the longest has {index.longest_run} rows; lower sequences.length, or "
+            "raise sequences.max_gap (sequences.group and sequences.max_gap end a segment; rows of a group must be "
             "consecutive)"
         )
     _log.info(
-        "sequences: the %d rows of %s are %d runs, of up to %d rows, and give %d samples of %d rows",
+        "sequences: the %d rows of %s are %d segments, of up to %d rows, and give %d samples of %d rows",
         shards.rows, shards.url, len(starts), index.longest_run, index.samples, sequences.length,
     )  # fmt: skip
     return dataclasses.replace(shards, run_starts=starts)

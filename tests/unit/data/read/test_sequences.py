@@ -217,7 +217,8 @@ def test_groups_that_their_encoding_does_not_tell_apart_are_an_error(tmp_path, e
         assert len(runs_of(shards, config).run_starts) == len(devices)
         rows, runs = 10 * len(devices), len(devices)
         assert (
-            f"the {rows} rows of {shards.url} are {runs} runs, of up to 10 rows, and give {7 * runs} s" in caplog.text
+            f"the {rows} rows of {shards.url} are {runs} segments, of up to 10 rows, and give {7 * runs} s"
+            in caplog.text
         )
     else:
         with pytest.raises(ValueError, match=f"sequences.group: column 'device' .*{message}"):

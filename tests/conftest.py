@@ -3,8 +3,10 @@
 import contextlib
 import gc
 import hashlib
+import logging
 import os
 import re
+import signal
 import threading
 import time
 import zlib
@@ -25,9 +27,9 @@ from tests.ranks.launcher import pool_pids
 _KEPT = {
     "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "SPARK_HOME", "PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON",
     "SPARK_LOCAL_IP", "PYTHONPATH", "JAVA_TOOL_OPTIONS", "PYTORCH_NVML_BASED_CUDA_CHECK",
-    "_MLFLOW_TELEMETRY_SESSION_ID", *s3.ENV,
+    "_MLFLOW_TELEMETRY_SESSION_ID", "_RJEM_MALLOC_CONF", *s3.ENV,
 }  # fmt: skip
-"""Set by torch, by Lightning, by MLflow and by the Spark fixture, for the whole session."""
+"""Set by torch, by Lightning, by MLflow, by Polars and by the Spark fixture, for the whole session."""
 _LEAVE_WAIT_S = 10.0
 _LONG_S = 900
 """The time limit of long tests without one of their own; that of others is in pyproject.toml."""
@@ -130,6 +132,10 @@ def no_launcher(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+def _of_process():
+    return logging.getLogger("spark_dl").level, signal.getsignal(signal.SIGTERM)
+
+
 @pytest.fixture(autouse=True)
 def no_leaks(request):
     if "tmp_path" in request.fixturenames:  # so that it is removed after what uses it has ended
@@ -138,9 +144,11 @@ def no_leaks(request):
     threads = set(threading.enumerate())
     children = _children()
     folder = set(os.listdir("."))
+    kept = _of_process()
     yield
     changed = {k for k in env.keys() | os.environ.keys() if env.get(k) != os.environ.get(k)} - _KEPT
     assert not changed, f"environment variables left changed: {changed}"
+    assert _of_process() == kept, "the level of the log, or the handler of SIGTERM, was left changed"
     assert not dist.is_initialized(), "a process group was left"
     assert _gone(lambda: [t.name for t in set(threading.enumerate()) - threads if t.name.startswith("spark_dl")]) == []
     if not {"spark", "driver"} & set(request.fixturenames):  # Spark's own Python workers outlive a test

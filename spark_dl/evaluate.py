@@ -77,8 +77,8 @@ def evaluate_model(
 ) -> dict[str, Any]:
     """Computes the mean loss and the metrics over the true rows of a loader. Collective; the same on all ranks.
 
-    With `data.weight`, the loss of a row is multiplied by its weight, and the mean is still over the rows. Where the
-    loss has weights of its own, or `spec.count`, the mean is over these, as in training.
+    With `data.weight`, the loss and functions of `spec.metrics` are means with the weights of the rows, whatever
+    `data.weight_mean` says of training. Where the loss has weights of its own, or `spec.count`, the mean is over these.
 
     With `spec.evaluation`, its values replace the loss. Raises ValueError if one of them has the name of a metric.
 
@@ -90,7 +90,8 @@ def evaluate_model(
     evaluation = None if spec.evaluation is None else spec.evaluation(model)
     for row_metric in metrics:
         row_metric.metric.to(world.device)
-    is_counted = counts_elements(spec, config, loader.columns)
+    has_weights = config.data.weight is not None
+    is_counted = has_weights or counts_elements(spec, config, loader.columns)
     total = torch.zeros(2, dtype=torch.float64, device=world.device)  # of losses, and what their mean is over
     report_at = time.monotonic() + _REPORT_S
     compute = EvaluationMode()
@@ -104,7 +105,7 @@ def evaluate_model(
                 batch = to_device(cpu_batch, world.device, config)
                 output = None
                 if is_counted and counts:
-                    total[1] += count_of(spec, batch, config)
+                    total[1] += count_of(spec, batch, config, by_weight=has_weights)
                 if forward is not None:
                     with torch.inference_mode(), autocast(batch, config):
                         output = forward(batch)

@@ -18,6 +18,7 @@ from spark_dl.config.fields import named_settings
 
 Nulls = Literal["error", "drop", "fill"]
 Nonfinite = Literal["error", "drop", "fill", "allow"]
+WeightMean = Literal["rows", "weights"]
 DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 """Values of `data.cast`: the NumPy dtypes that torch has too."""
 
@@ -51,8 +52,14 @@ class Data:
     """Further columns for the loss (with `data.label: null`) and for the metrics. They are not passed to the model, and
     `predict` does not need them."""
     weight: str | None = None
-    """Column with the weight of each row, a finite number >= 0. The loss is `sum(weight * loss) / rows`: scale the
-    weights to a mean of 1, or they change the learning rate. A row of weight 0 does not count in metrics."""
+    """Column with the weight of each row, a finite number >= 0, by which its loss is multiplied. A row of weight 0 does
+    not count in metrics. Classes of torchmetrics do not use the weights; functions of `ModelSpec.metrics` are averaged
+    with them."""
+    weight_mean: WeightMean = "rows"
+    """What the weighted losses of a step are divided by. `rows`: the number of rows, so that weights of 10 act as a
+    learning rate ten times as large. `weights`: the sum of the weights of the global batch, over all ranks, as
+    scikit-learn and Spark ML do. Evaluations always divide by the sum of the weights. See
+    [exactness](exactness.md#what-the-loss-is-a-mean-over)."""
     cast: dict[str, str] = field(default_factory=dict)
     """NumPy dtypes, by column, in which batches have the columns: `{features: float32, label: int64}`. Stored columns
     keep their dtypes. Spark ML vectors are float64, and most models are float32."""
@@ -91,6 +98,10 @@ class Data:
         check(len(self.features) > 0, "data.features", "at least one column name", self.features)
         check(self.weight is None or isinstance(self.weight, str), "data.weight", "a column name", self.weight)
         check(self.weight != "", "data.weight", "a column name", self.weight)
+        if self.weight_mean == "weights" and self.weight is None:
+            raise SettingError(
+                "data.weight_mean", "found 'weights' without data.weight; name the column of the weights"
+            )
         for name in self.columns:
             is_name = isinstance(name, str) and name != ""
             check(is_name, "data.features, data.label and data.labels", "column names", name)

@@ -145,6 +145,8 @@ class TorchParams(HasFeaturesCol, HasLabelCol, HasWeightCol, HasValidationIndica
             key: self.getOrDefault(name) for name, key in _SETTINGS.items() if self.isSet(self.getParam(name))
         }
         changed = with_settings(base.to_dict(), {**settings, **param_values})
+        if self.isSet(self.weightCol) and "data.weight_mean" not in settings:
+            changed["data"]["weight_mean"] = "weights"  # as Spark ML does
         changed["data"] |= self._columns(changed["data"])
         self._add_conversions(changed["data"], schema, label_dtype)
         return build_config(changed)

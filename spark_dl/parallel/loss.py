@@ -107,18 +107,22 @@ def element_weights(spec: ModelSpec, batch: Batch, label: str | None) -> Tensor 
     return of_class if weights is None else of_class * weights
 
 
-def count_of(spec: ModelSpec, batch: Batch, config: Config) -> Tensor:
+def count_of(spec: ModelSpec, batch: Batch, config: Config, *, by_weight: bool = False) -> Tensor:
     """Returns what the mean loss of a batch is over: its true rows, or what `spec.count` or the weights say.
 
     # returns: () float64, on the device of the batch
+
+    Args:
+        by_weight: counts a row by its weight, as `data.weight_mean: weights` does.
     """
     true = batch["weight"] > 0
     if spec.count is not None:
         return _own_count(spec.count, batch, true)
+    of_row = batch["weight"].double() if by_weight or config.data.weight_mean == "weights" else true.double()
     weights = element_weights(spec, batch, config.data.label)
     if weights is None:
-        return true.sum().double()
-    return (weights.flatten(1).sum(1, dtype=torch.float64) if weights.ndim > 1 else weights.double())[true].sum()
+        return of_row.sum()
+    return ((weights.flatten(1).sum(1, dtype=torch.float64) if weights.ndim > 1 else weights.double()) * of_row).sum()
 
 
 def counts_elements(spec: ModelSpec, config: Config, columns: Sequence[Column]) -> bool:
@@ -129,7 +133,8 @@ def counts_elements(spec: ModelSpec, config: Config, columns: Sequence[Column]) 
     """
     is_ragged = any(c.name == config.data.label and c.is_ragged for c in columns) and config.loader.ragged == "pad"
     has_weights = isinstance(spec.loss, _OF_CLASSES) and not _is_plain(spec.loss)
-    return spec.count is not None or (spec.batch_loss is None and (is_ragged or has_weights))
+    by_weight = config.data.weight_mean == "weights"
+    return spec.count is not None or (spec.batch_loss is None and (is_ragged or has_weights or by_weight))
 
 
 def check_ignored(spec: ModelSpec, batch: Batch, label: str | None) -> None:

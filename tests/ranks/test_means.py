@@ -38,7 +38,15 @@ def columns():
     tokens = rng.integers(1, 6, lengths.sum())
     tags = (tokens + rng.integers(0, 2, len(tokens))) % 3 + 1
     ignored = np.where(rng.random(ROWS) < 0.2, 2, found["label"] % 2)  # no batch has ignored labels alone
-    return {**found, "ignored": ignored, "tokens": from_lengths(tokens, lengths), "tags": from_lengths(tags, lengths)}
+    importance = (10 * rng.random(ROWS)).astype(np.float32)
+    return {
+        **found,
+        "ignored": ignored,
+        "importance": importance,
+        "heavy": 1000 * importance,
+        "tokens": from_lengths(tokens, lengths),
+        "tags": from_lengths(tags, lengths),
+    }
 
 
 class Tagger(nn.Module):
@@ -107,6 +115,20 @@ def squares(output, label):
     return (output - label.float()).square()
 
 
+def by_importance(model, batch):
+    losses = F.cross_entropy(model(batch["features"]), batch["label"], reduction="none")
+    return (losses * batch["weight"]).sum() / batch["weight"].sum()
+
+
+def by_importance_and_class(model, batch):
+    losses = F.cross_entropy(model(batch["features"]), batch["label"], weight=WEIGHTS, reduction="none")
+    return (losses * batch["weight"]).sum() / (WEIGHTS[batch["label"]] * batch["weight"]).sum()
+
+
+def losses_of_rows(output, batch):
+    return F.cross_entropy(output, batch["label"], reduction="none")
+
+
 POINTS, TAGS = {"features": ("features",)}, {"features": ("tokens",), "label": "tags"}
 CASES = {  # the spec, what a plain loop minimizes, and the columns
     "class weights": (ModelSpec(build=build_mlp, loss=nn.CrossEntropyLoss(weight=WEIGHTS)), weighted_mean, POINTS),
@@ -132,6 +154,14 @@ CASES = {  # the spec, what a plain loop minimizes, and the columns
     "count": (
         ModelSpec(build=Tagger, batch_loss=mean_over_tokens, count=num_tokens),
         mean_over_tokens, {"features": ("tokens", "tags"), "label": None},
+    ),
+    "weights of rows": (
+        ModelSpec(build=build_mlp, loss="CrossEntropyLoss"), by_importance,
+        {**POINTS, "weight": "importance", "weight_mean": "weights"},
+    ),
+    "weights of rows and classes": (
+        ModelSpec(build=build_mlp, loss=nn.CrossEntropyLoss(weight=WEIGHTS)), by_importance_and_class,
+        {**POINTS, "weight": "importance", "weight_mean": "weights"},
     ),
     "count of classes": (
         ModelSpec(build=build_mlp, batch_loss=weighted_mean, count=weight_of_labels),
@@ -215,7 +245,7 @@ STRATEGIES = {
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["class weights", "tags", "count", "ignore_index"])
+@pytest.mark.parametrize("name", ["class weights", "tags", "count", "ignore_index", "weights of rows"])
 def test_the_mean_is_that_of_one_process_under_every_strategy(tmp_path, name, strategy):
     num_ranks, settings = STRATEGIES[strategy]
     if strategy == "horovod":
@@ -244,6 +274,36 @@ def test_the_validation_of_ragged_labels_counts_no_padding(tmp_path, num_ranks):
         tokens += int(mask.sum())
     assert result["metrics"]["loss"] == pytest.approx(losses / tokens, rel=1e-5)
     assert result["metrics"]["accuracy"] == pytest.approx(right / tokens, abs=1e-6)
+
+
+@pytest.mark.parametrize("weight_mean", ["rows", "weights"])
+def test_the_loss_and_own_metrics_of_a_validation_divide_by_the_weights(tmp_path, weight_mean):
+    name = "weights of rows"
+    spec = dataclasses.replace(CASES[name][0], metrics={"own": losses_of_rows})
+    config = config_of(name, 2, {"validation_fraction": 0.3, "epochs": 1})
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, weight_mean=weight_mean))
+    result, _, _ = trained(tmp_path, name, config, spec)
+    loader = build_loader(dataset(tmp_path), config, rank=0, world_size=1, split="validation", shuffle=False)
+    model, total, weights = load_model(spec, result["checkpoint"]), 0.0, 0.0
+    for step in loader.epoch(0):
+        (batch,) = step.micro_batches
+        with torch.no_grad():
+            total += float((losses_of_rows(model(batch["features"]), batch) * batch["weight"]).sum())
+        weights += float(batch["weight"].sum())
+    assert result["metrics"]["loss"] == pytest.approx(total / weights, rel=1e-5)
+    assert result["metrics"]["own"] == pytest.approx(total / weights, rel=1e-5)
+
+
+def test_with_the_mean_over_weights_their_scale_changes_nothing(tmp_path):
+    name, found = "weights of rows", []
+    for column in ("importance", "heavy"):
+        config = config_of(name, 2, {"epochs": 1})
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, weight=column))
+        found.append(trained(tmp_path / column, name, config))
+    (_, losses, weights), (_, same_losses, same) = found
+    assert same_losses == pytest.approx(losses, rel=1e-5)
+    for key, value in weights.items():
+        torch.testing.assert_close(same[key], value, rtol=2e-5, atol=2e-6)
 
 
 def all_ignored(batch):

@@ -600,6 +600,18 @@ def test_weights_of_a_decimal_column_are_their_values(spark, points, tmp_path):
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
+@pytest.mark.modes("local")
+def test_the_scale_of_weights_changes_nothing_as_in_spark_ml(spark, points, tmp_path):
+    rows = vectors(points).withColumn("w", F.expr("CASE WHEN label = 1 THEN 3.0 ELSE 1.0 END"))
+    rows = rows.withColumn("heavy", F.col("w") * 10)
+    by_weights = {name: classifier(tmp_path, epochs=1, weightCol=name).fit(rows) for name in ("w", "heavy")}
+    states = [model.load_model().state_dict() for model in by_weights.values()]
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, rtol=1e-4, atol=1e-5)
+    by_rows = classifier(tmp_path, epochs=1, weightCol="heavy", settings={"data.weight_mean": "rows"}).fit(rows)
+    assert not all(torch.allclose(by_rows.load_model().state_dict()[n], v, rtol=1e-2) for n, v in states[0].items())
+
+
 @pytest.mark.modes("local", "connect")
 def test_a_stream_is_refused_with_the_way_that_works(spark, tmp_path):
     stream = spark.readStream.format("rate").load().selectExpr("CAST(value AS FLOAT) AS x", "value AS y")

@@ -73,7 +73,7 @@ _HARMLESS = (
 )  # fmt: skip
 """Settings `spark.sql.<...>` that change no row of a plan that has a key. Any other one that is set is in the key."""
 _STAT_THREADS = 16
-_OF_BATCHES = ("labels", "weight", "cast", "assemble")
+_OF_BATCHES = ("labels", "weight", "weight_mean", "cast", "assemble")
 """Settings of `data` that do not change the content of shards, beside the names of the columns."""
 
 

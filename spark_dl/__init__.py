@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from spark_dl.doctor.doctor import diagnose
     from spark_dl.doctor.findings import Diagnosis, Finding
     from spark_dl.driver import TrainResult, evaluate, launch, run_on_dataframe, train
+    from spark_dl.gather import gather_rows
     from spark_dl.launch.failures.errors import RankError
     from spark_dl.launch.session import build_session
     from spark_dl.open_dataset import open_dataset
@@ -105,6 +106,7 @@ _MODULES = {
     "diagnose": "spark_dl.doctor.doctor",
     "evaluate": "spark_dl.driver",
     "export": "spark_dl.scoring.export",
+    "gather_rows": "spark_dl.gather",
     "import_object": "spark_dl.spec",
     "launch": "spark_dl.driver",
     "load_config": "spark_dl.config.load",
@@ -171,6 +173,7 @@ __all__ = [
     "diagnose",
     "evaluate",
     "export",
+    "gather_rows",
     "import_object",
     "launch",
     "load_config",

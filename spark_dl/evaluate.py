@@ -14,7 +14,7 @@ from torch import nn
 
 from spark_dl.config import Config
 from spark_dl.data.load.build import BatchLoader, build_loader
-from spark_dl.gather import sum_over_ranks
+from spark_dl.gather import RowRanks, gathering, sum_over_ranks
 from spark_dl.parallel.loss import (
     Call,
     EvaluationMode,
@@ -34,6 +34,10 @@ from spark_dl.spec import Batch, ModelSpec, Output, Run
 from spark_dl.training.row_metrics import build_metrics
 from spark_dl.world import World
 
+_SKIPS = (
+    "a rank without rows in a batch leaves out spec.evaluation (a LightningModule: validation_step), so rows cannot be "
+    "gathered there; compute the loss of the rows of the rank"
+)
 _REPORT_S = 1.0
 """Seconds between two reports of the progress of an evaluation."""
 
@@ -120,7 +124,8 @@ def evaluate_model(
                         continue
                     total[0] += losses.detach()
                 elif bool((batch["weight"] > 0).any()):
-                    with torch.inference_mode(), autocast(batch, config):
+                    alone = gathering(RowRanks(1) if world.world_size == 1 else _SKIPS)
+                    with alone, torch.inference_mode(), autocast(batch, config):
                         evaluation.update(true_rows(batch, model))
                 if metrics and output is None:  # these functions return none
                     output = compute(functools.partial(_output, spec, batch, config, call))

@@ -1,4 +1,4 @@
-"""Sums, and gathers of JSON values and of tensors of any shape, over all ranks.
+"""Sums, and gathers of JSON values, of tensors of any shape and of rows with gradients, over all ranks.
 
 All data are sent as tensors, because `all_gather_object` would unpickle data of peers. A single rank needs no process
 group.
@@ -6,9 +6,12 @@ group.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -109,3 +112,145 @@ def _gather_bytes(data: Tensor) -> list[Tensor]:
     parts = [torch.zeros_like(padded) for _ in sizes]
     dist.all_gather(parts, padded)
     return [part[: int(size)].cpu() for part, size in zip(parts, sizes, strict=True)]
+
+
+@dataclass(frozen=True)
+class RowRanks:
+    """The ranks that compute the same step on different rows, over which `gather_rows` gathers."""
+
+    num: int
+    group: dist.ProcessGroup | None = None
+    """None: all ranks."""
+
+
+_NOT_TOGETHER = "the ranks of this parallel.strategy do not compute a step together; use ddp or mesh"
+
+
+@dataclass
+class _Step:
+    """What `gather_rows` needs to know of the step, or of the evaluation, that this process computes."""
+
+    ranks: RowRanks | str
+    """Or why there are none."""
+    micro_batches: int = 1
+    true_rows: int | None = None
+    """True rows of the batch that `spec.batch_loss` has, which come first; None elsewhere."""
+    calls: int = 0
+
+
+_step: _Step | None = None
+
+
+@contextlib.contextmanager
+def gathering(ranks: RowRanks | str | None, *, micro_batches: int = 1) -> Iterator[_Step]:
+    """Says what `gather_rows` gathers over if a function of the user calls it in this block. Used on a rank.
+
+    Args:
+        ranks: a string says why it is an error. None: the ranks of the strategy do not compute a step together.
+        micro_batches: of a step of this rank.
+    """
+    global _step
+    before, _step = _step, _Step(_NOT_TOGETHER if ranks is None else ranks, micro_batches)
+    try:
+        yield _step
+    finally:
+        _step = before
+
+
+def gathered() -> bool:
+    """Whether `gather_rows` was called in the block of `gathering` that this process is in."""
+    return _step is not None and _step.calls > 0
+
+
+@contextlib.contextmanager
+def of_true_rows(number: int) -> Iterator[None]:
+    """The batch of the user's function in this block begins with so many true rows. The others are padding."""
+    if _step is None:
+        yield
+        return
+    before, _step.true_rows = _step.true_rows, number
+    try:
+        yield
+    finally:
+        _step.true_rows = before
+
+
+def gather_rows(tensor: Tensor, batch: Mapping[str, Tensor] | None = None) -> Tensor:
+    """Returns a tensor's rows of all ranks, for a loss that compares the rows of a global batch. Collective.
+
+    Called in `ModelSpec.batch_loss`, in the `training_step` of a LightningModule, or in `ModelSpec.loss`, for example
+    on the embeddings of a contrastive loss. The loss of each rank is then that of the whole global batch, and gradients
+    flow to the rows of all ranks, so the trained weights do not depend on the number of ranks. Padding is left out. One
+    process, such as the driver that tries the loss, has its own rows alone.
+
+    Args:
+        tensor: one entry per row of the batch, [rows, ...]. The other axes are the same on all ranks.
+        batch: the batch of the call. Only `ModelSpec.loss` needs it, whose batches have rows of weight 0.
+
+    Returns:
+        [rows of all ranks, ...], by rank.
+
+    Raises:
+        ValueError: With `train.accumulation_steps` above 1, whose micro-batches are computed one after another; for
+            a strategy whose ranks do not compute a step together; and for a tensor without an entry for each row.
+
+    Example:
+        >>> def contrastive(model, batch):
+        ...     images, texts = (spark_dl.gather_rows(x) for x in model(batch["image"], batch["text"]))
+        ...     return torch.nn.functional.cross_entropy(images @ texts.T, torch.arange(len(images)))
+        >>> spark_dl.ModelSpec(build=lambda: torch.nn.Identity(), batch_loss=contrastive)
+    """
+    rows = _true_rows_of(tensor, batch)
+    if _step is None:
+        ranks = RowRanks(dist.get_world_size() if dist.is_initialized() else 1)
+    else:
+        _step.calls += 1
+        if _step.micro_batches > 1:
+            raise ValueError(
+                f"spark_dl.gather_rows: found train.accumulation_steps={_step.micro_batches}, expected 1: the rows of "
+                "the other micro-batches are not there when the loss of one of them is computed; use more ranks, or a "
+                "smaller train.global_batch_size"
+            )
+        if isinstance(_step.ranks, str):
+            raise ValueError(f"spark_dl.gather_rows: {_step.ranks}")
+        ranks = _step.ranks
+    return rows if ranks.num == 1 else _GatherRows.apply(rows, ranks.group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _true_rows_of(tensor: Tensor, batch: Mapping[str, Tensor] | None) -> Tensor:
+    weight = None if batch is None else batch.get("weight")
+    if weight is not None and tensor.ndim and len(tensor) != len(weight):
+        raise ValueError(
+            f"spark_dl.gather_rows: expected one entry for each of the {len(weight)} rows, found shape "
+            f"{tuple(tensor.shape)}"
+        )
+    if not tensor.ndim:
+        raise ValueError("spark_dl.gather_rows: expected one entry per row, found a tensor without axes")
+    if _step is not None and _step.true_rows is not None:
+        return tensor[: _step.true_rows]
+    return tensor if weight is None else tensor[weight > 0]
+
+
+class _GatherRows(torch.autograd.Function):
+    """Concatenates the rows of all ranks. Each rank's gradient is the sum of what all ranks have for its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        own = torch.tensor([len(rows)], device=rows.device)
+        counts = [torch.zeros_like(own) for _ in range(size)]
+        dist.all_gather(counts, own, group=group)
+        lengths = [int(count) for count in counts]
+        padded = rows.new_zeros((max(1, *lengths), *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        parts = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(parts, padded, group=group)
+        ctx.group, ctx.start, ctx.rows = group, sum(lengths[:rank]), len(rows)
+        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        summed = gradient.float().contiguous() if gradient.dtype.itemsize < 4 else gradient.clone().contiguous()
+        dist.all_reduce(summed, group=ctx.group)
+        return summed[ctx.start : ctx.start + ctx.rows].to(gradient.dtype), None

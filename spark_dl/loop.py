@@ -17,7 +17,7 @@ from spark_dl.data.columns.batch import StepBatches
 from spark_dl.data.load.build import BatchLoader, build_train_loader, build_validation_loader
 from spark_dl.data.load.row_names import name_rows
 from spark_dl.evaluate import evaluate_model
-from spark_dl.gather import sum_over_ranks
+from spark_dl.gather import gathering, sum_over_ranks
 from spark_dl.generators import generators_kept
 from spark_dl.launch.failures import rank_state
 from spark_dl.launch.failures.errors import OtherRankError
@@ -256,10 +256,11 @@ class Training:
         self._set_position()
         self.trained.check(number)
         count = self._count(batch)
-        if self.is_first_step:
-            self._check_batch_loss(batch.micro_batches[0])
         before = ModuleState(trainable.modules[0]) if self.is_first_step else None
-        loss, finding = self.nonfinite.forward_backward(batch.micro_batches, count, number)
+        with gathering(trainable.row_ranks, micro_batches=self.config.train.accumulation_steps):
+            if self.is_first_step:
+                self._check_batch_loss(batch.micro_batches[0])
+            loss, finding = self.nonfinite.forward_backward(batch.micro_batches, count, number)
         if before is not None:
             self._warn_of_unsaved(before.changed_unsaved())
         if finding is not None:
@@ -368,7 +369,8 @@ class Training:
         self._set_position(is_validation=True)
         model = self.trainable.modules[0]
         # What a validation draws must not change the next steps: one that `max_steps` adds has no other counterpart.
-        with generators_kept(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        with generators_kept(devices), gathering(self.trainable.row_ranks):
             return evaluate_model(
                 self.spec, model, self.validation, self.config, self.world, call=self.trainable.call,
                 forward=self.trainable.forward, counts=self.trainable.counts,

@@ -101,7 +101,7 @@ class ModelSpec:
             over something else, such as tokens, needs `count`; before the first step, the ranks check that it is a mean
             (`train.check_batch_loss`). If a rank has no true row in a micro-batch, the batch is padding, of weight 0,
             and the result counts nothing. If it has one, and the model has a BatchNorm that needs two, the batch has
-            this row twice.
+            this row twice. A loss that compares the rows of a batch gets those of all ranks from `gather_rows`.
         count: called with a batch of true rows; returns what the mean loss of these rows is over, if that is not the
             rows: the number of tokens, or the sum of the weights of classes. The loss of a step is then the mean over
             all of them in the global batch, on any number of ranks. Must depend on the batch alone.

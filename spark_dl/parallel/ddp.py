@@ -17,6 +17,7 @@ from spark_dl.config.checks import SettingError, check, check_bool, check_choice
 from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
 from spark_dl.config.strategies import Strategy
+from spark_dl.gather import RowRanks
 from spark_dl.generators import generators_kept
 from spark_dl.nn.moe import moe_layers
 from spark_dl.optimization import Optimization, trained_by
@@ -217,6 +218,7 @@ def average_gradients(
         skip_step=scaler.skip,
         extra_state={"bucket_size": bucket_size, **scaler.state},
         sync_weights=sync_weights,
+        row_ranks=RowRanks(world.world_size),
         rank_state=exchange.rank_state if exchange else {},
         clock=clock,
         close=close,

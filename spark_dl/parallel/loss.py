@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
+from spark_dl.gather import of_true_rows
 from spark_dl.nn.moe import add_auxiliary_losses, note_rows
 from spark_dl.spec import Batch, ModelSpec, Output, SumOverRow
 
@@ -330,7 +331,8 @@ def _batch_loss_sum(spec: ModelSpec, model: nn.Module, batch: Batch, config: Con
     rows = true_rows(batch, model)
     note_rows(model, rows["weight"])
     assert spec.batch_loss is not None
-    mean = call(spec.batch_loss, rows)
+    with of_true_rows(int((batch["weight"] > 0).sum())):
+        mean = call(spec.batch_loss, rows)
     if not isinstance(mean, Tensor) or mean.numel() != 1:
         found = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
         raise ValueError(f"spec.batch_loss: expected the mean loss of the rows, a tensor with one value, found {found}")

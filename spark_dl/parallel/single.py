@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
 from spark_dl.config.strategies import Strategy
+from spark_dl.gather import RowRanks
 from spark_dl.optimization import Optimization, trained_by
 from spark_dl.parallel.exchange_clock import build_clock
 from spark_dl.parallel.loss import Call, Count, Inside
@@ -108,6 +109,7 @@ def train_alone(
         step=scaler.step,
         skip_step=scaler.skip,
         extra_state=scaler.state,
+        row_ranks=RowRanks(world.world_size),
         clock=build_clock(world),
     )
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from spark_dl.gather import RowRanks
 from spark_dl.optimization import Optimization, check_parameters, scale_rates
 from spark_dl.parallel.exchange_clock import ExchangeClock, StepClock
 from spark_dl.parallel.loss import Call, Count, check_ignored, misfits_named, weighted_loss_sum
@@ -60,6 +61,8 @@ class Trainable:
     sum_over_data: Callable[[Tensor], None] | None = None
     """Sums a tensor over the ranks that train the same layers on different rows, in place. Collective. None: these are
     all ranks."""
+    row_ranks: RowRanks | None = None
+    """The ranks that compute a step together on different rows, for `spark_dl.gather_rows`. None: it is an error."""
     state: MeshState | None = None
     """State of which ranks have different parts, in the place of `modules` and `optimizer` in checkpoints."""
     sync_weights: Callable[[], None] = lambda: None

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from spark_dl.config import Config
-from spark_dl.gather import gather_json, gather_tensors, sum_over_ranks
+from spark_dl.gather import gather_json, gather_tensors, gathered, sum_over_ranks
 from spark_dl.generators import generators_kept
 from spark_dl.launch.failures.errors import OtherRankError
 from spark_dl.nn.moe import moe_layers
@@ -70,7 +70,7 @@ def check_batch_loss(
         for i, part in enumerate(parts):
             torch.manual_seed(i)
             losses.append(_loss_and_count(spec, model, select_rows(batch, part.to(rows.device)), config, call))
-    if len(rows) < 2 or not all(losses):
+    if len(rows) < 2 or not all(losses) or gathered():  # the loss of a global batch is meant to be of no smaller one
         return
     (whole, count), (again, _), (first, first_count), (second, second_count) = (each for each in losses if each)
     tolerance = _TOLERANCE_ON_GPU if batch["weight"].is_cuda else _TOLERANCE
@@ -85,7 +85,8 @@ def check_batch_loss(
         f"spec.batch_loss (a LightningModule: training_step): the loss of {len(rows)} rows is {whole:.6g}, and the "
         f"mean of its halves {halves:.6g}, so it is not a mean over the {of}, and the weights would depend on the "
         "number of ranks and micro-batches; say what it is a mean over, such as ModelSpec(count=lambda batch: "
-        "(batch['labels'] != -100).sum()), or accept it with train.check_batch_loss: false"
+        "(batch['labels'] != -100).sum()); gather the rows that it compares, spark_dl.gather_rows(rows); or accept it "
+        "with train.check_batch_loss: false"
     )
 
 

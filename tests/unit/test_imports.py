@@ -149,6 +149,7 @@ def test_data_launch_and_parallel_know_only_themselves_and_what_is_common(part):
         "_version",
         "channel",
         "config",
+        "gather",
         "generators",
         "nn",
         "optimization",

@@ -33,6 +33,7 @@ from spark_dl.baselines.driver_loop.gradient_sum import (
 from spark_dl.data.columns.batch import Batch, StepBatches
 from spark_dl.data.load.build import build_train_loader
 from spark_dl.data.load.row_names import name_rows
+from spark_dl.gather import RowRanks, gathering
 from spark_dl.launch.code import payload
 from spark_dl.launch.failures.errors import describe, failed_in_task
 from spark_dl.launch.rank import gpus
@@ -121,7 +122,7 @@ def _compute(kept: _Kept, rank: int, step: Step) -> GradientSum:
     if spec.set_position is not None:
         spec.set_position(model, Position(step.epoch, step.step, step.global_step))
     factor = step.scale / step.rows
-    with _threads(config.launch.threads):
+    with _threads(config.launch.threads), gathering(RowRanks(1) if config.launch.num_ranks == 1 else None):
         total = add_gradients(spec, model, batches, config, device=device, scale=lambda losses: losses * factor)
     finding = None
     if config.train.precision != "fp16":  # with fp16, the scaler on the driver skips a step that overflows

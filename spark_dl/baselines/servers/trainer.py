@@ -20,6 +20,7 @@ from spark_dl.baselines.servers.wire import Message, Transport
 from spark_dl.config import Config
 from spark_dl.data.load.build import BatchLoader, build_train_loader
 from spark_dl.data.load.row_names import name_rows
+from spark_dl.gather import gathering
 from spark_dl.parallel.loss import Count, count_of
 from spark_dl.parallel.stragglers import delay_s
 from spark_dl.parallel.trainable import add_gradients
@@ -191,7 +192,8 @@ class Trainer:
         for batch in micro_batches:
             if self._is_superseded(0.0):
                 return False
-            total += add_gradient(self._spec, self._flat, [batch], count, self._config)
+            with gathering(None):
+                total += add_gradient(self._spec, self._flat, [batch], count, self._config)
         if self._is_superseded(0.0):
             return False
         if (finding := self._find(total, order)) is not None:

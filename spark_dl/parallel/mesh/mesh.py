@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from spark_dl.gather import RowRanks
 from spark_dl.generators import generators_kept
 from spark_dl.nn.moe import moe_layers
 from spark_dl.parallel import ddp
@@ -330,6 +331,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         counts=groups.at.tensor == 0,
         sync_weights=training.sync_weights,
         sum_over_data=training.sum_over_data,
+        row_ranks=RowRanks(1 if groups.data is None else groups.data.size(), groups.data),
         clock=clock,
         state=state,
         close=training.close,

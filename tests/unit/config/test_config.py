@@ -85,6 +85,7 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
         encodings(*({"as": "vocabulary", "values": v} for v in ([], "ab", [1], ["a", "a"], None))),
     ),
     (Data, "data.weight", ["", 3, ("w",)]),
+    (Data, "data.weight_mean", ["mean", None, "weights"]),
     (Data, "data.labels", ["kind", 3, None]),
     (Data, "data.features", [], [{"labels": ("label",)}, {"labels": ("features",)}, {"weight": "label"}]),
     (Data, "data.features, data.label and data.labels", [], [{"labels": (3,)}, {"labels": ("",)}]),

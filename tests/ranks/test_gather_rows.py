@@ -1,0 +1,178 @@
+"""A loss that compares the rows of a global batch trains the weights of one process, on any number of ranks."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import spark_dl
+from spark_dl import ModelSpec, worker
+from spark_dl.data.load.build import build_loader
+from spark_dl.evaluate import load_model
+from spark_dl.launch.rank.environment import restored_process
+from spark_dl.rundir import checkpoint
+from spark_dl.rundir.checkpoint import load_weights
+from spark_dl.spec import Run
+from tests.builders.datasets import write_dataset
+from tests.builders.models import small_config
+from tests.builders.settings import parallel
+from tests.ranks.launcher import RankFailed, run_ranks
+
+COLUMNS = {"features": ("image", "text"), "label": None}
+SGD = {"optimizer_args": {"momentum": 0.9}, "lr": 0.05}
+
+
+class TwoTowers(nn.Module):
+    """Embeddings of images and of texts. # image: [rows, 6], text: [rows, 4], returns: [rows, 8] each"""
+
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = nn.Linear(6, 8), nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8))
+
+    def forward(self, image, text):
+        return F.normalize(self.image(image), dim=1), F.normalize(self.text(text), dim=1)
+
+
+def contrastive(images, texts):
+    """The loss of CLIP (Radford et al. 2021, arXiv:2103.00020, figure 3): each image with all texts, and back."""
+    scores, own = 10 * images @ texts.T, torch.arange(len(images))
+    return (F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own)) / 2
+
+
+def of_global_batch(model, batch):
+    images, texts = (spark_dl.gather_rows(rows, batch) for rows in model(batch["image"], batch["text"]))
+    return contrastive(images, texts)
+
+
+def own_rows_against_all(output, batch):
+    """One loss per row, against the texts of all ranks. Rows of weight 0 are no candidates."""
+    images, texts = output
+    candidates, is_true = spark_dl.gather_rows(texts, batch), batch["weight"] > 0
+    before = int((spark_dl.gather_rows(torch.full((len(images),), _rank()), batch) < _rank()).sum())
+    own = (before + is_true.cumsum(0) - 1).clamp(0, len(candidates) - 1)
+    return F.cross_entropy(10 * images @ candidates.T, own, reduction="none")
+
+
+def _rank():
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+SPEC = ModelSpec(build=TwoTowers, batch_loss=of_global_batch)
+
+
+def train_rank(run):
+    with restored_process():
+        return worker.main(run).result
+
+
+def dataset(tmp_path, rows):
+    rng = np.random.default_rng(3)
+    image = rng.standard_normal((rows, 6)).astype(np.float32)
+    text = (image[:, :4] + 0.3 * rng.standard_normal((rows, 4))).astype(np.float32)
+    return write_dataset(str(tmp_path / "data"), {"image": image, "text": text}, group_rows=40, shard_rows=120)
+
+
+def trained(tmp_path, data, config, spec=SPEC):
+    run = Run(spec=spec, config=config, train=data, run_dir=str(tmp_path / "run"))
+    result = run_ranks(train_rank, config.launch.num_ranks, run)[0]
+    return result, load_weights(checkpoint.find(run.run_dir))
+
+
+def plain_loop(data, config, loss):
+    """The weights of a loop over the same global batches, in one process."""
+    torch.manual_seed(config.train.seed)
+    model = TwoTowers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.train.lr, momentum=0.9)
+    loader = build_loader(data, config, rank=0, world_size=1)
+    for epoch in range(config.train.epochs):
+        for step in loader.epoch(epoch):
+            (batch,) = step.micro_batches
+            rows = {key: value[batch["weight"] > 0] for key, value in batch.items()}
+            optimizer.zero_grad()
+            loss(*model(rows["image"], rows["text"])).backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+def assert_equal(weights, expected):
+    for key, value in expected.items():
+        torch.testing.assert_close(weights[key], value, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("rows", [240, 245, 193])  # whole batches, a short last one, and one that not all ranks have
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_weights_are_those_of_the_global_batch(tmp_path, num_ranks, rows):
+    data, config = dataset(tmp_path, rows), small_config(num_ranks, SGD, COLUMNS)
+    _, weights = trained(tmp_path, data, config)
+    assert_equal(weights, plain_loop(data, config, contrastive))
+
+
+@pytest.mark.parametrize("strategy", [
+    (2, {"strategy": "mesh"}), (2, {"strategy": "mesh", "zero_stage": 1}), (2, {"strategy": "mesh", "zero_stage": 3}),
+    (1, {"strategy": "single"}),
+])  # fmt: skip
+def test_the_weights_are_those_of_the_global_batch_in_a_mesh_and_alone(tmp_path, strategy):
+    num_ranks, settings = strategy
+    data, config = dataset(tmp_path, 245), small_config(num_ranks, SGD, COLUMNS, parallel=parallel(**settings))
+    _, weights = trained(tmp_path, data, config)
+    assert_equal(weights, plain_loop(data, config, contrastive))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_loss_of_each_row_is_against_the_rows_of_all_ranks(tmp_path, num_ranks):
+    def loss(images, texts):
+        return F.cross_entropy(10 * images @ texts.T, torch.arange(len(images)))
+
+    data, config = dataset(tmp_path, 245), small_config(num_ranks, SGD, COLUMNS)
+    _, weights = trained(tmp_path, data, config, ModelSpec(build=TwoTowers, loss=own_rows_against_all))
+    assert_equal(weights, plain_loop(data, config, loss))
+
+
+def test_the_validation_is_of_the_same_batches_on_any_number_of_ranks(tmp_path):
+    losses, data = [], dataset(tmp_path, 245)
+    for num_ranks in (1, 2, 3):
+        folder = tmp_path / str(num_ranks)
+        config = small_config(num_ranks, {**SGD, "validation_fraction": 0.3}, COLUMNS)
+        result, _ = trained(folder, data, config)
+        losses.append(result["metrics"]["loss"])
+        loader = build_loader(data, config, rank=0, world_size=1, split="validation", shuffle=False)
+        model, total, count = load_model(SPEC, result["checkpoint"]), 0.0, 0
+        for step in loader.epoch(0):
+            (batch,) = step.micro_batches
+            rows = {key: value[batch["weight"] > 0] for key, value in batch.items()}
+            with torch.no_grad():
+                total += float(contrastive(*model(rows["image"], rows["text"]))) * len(rows["weight"])
+            count += len(rows["weight"])
+        assert losses[-1] == pytest.approx(total / count, rel=1e-5)
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
+
+
+@pytest.mark.parametrize(("train", "settings", "num_ranks", "message"), [
+    ({"accumulation_steps": 2}, {"strategy": "ddp"}, 2, "found train.accumulation_steps=2, expected 1"),
+    ({}, {"strategy": "local_sgd"}, 2, "do not compute a step together; use ddp"),
+    ({}, {"strategy": "parameter_server"}, 3, "do not compute a step together; use ddp"),
+])  # fmt: skip
+def test_where_the_rows_of_all_ranks_are_not_there_it_is_an_error(tmp_path, train, settings, num_ranks, message):
+    config = small_config(num_ranks, {**SGD, **train}, COLUMNS, parallel=parallel(**settings))
+    with pytest.raises(RankFailed, match=message):
+        trained(tmp_path, dataset(tmp_path, 245), config)
+
+
+def gather_of_other_rows(model, batch):
+    images, _ = model(batch["image"], batch["text"])
+    return spark_dl.gather_rows(images[:3], batch).sum()
+
+
+def test_a_tensor_of_other_rows_is_an_error(tmp_path):
+    spec = ModelSpec(build=TwoTowers, batch_loss=gather_of_other_rows)
+    with pytest.raises(RankFailed, match=r"expected one entry for each of the \d+ rows, found shape \(3, 8\)"):
+        trained(tmp_path, dataset(tmp_path, 245), small_config(2, SGD, COLUMNS), spec)
+
+
+def test_one_process_has_its_own_rows():
+    rows = torch.arange(6.0).reshape(3, 2)
+    assert spark_dl.gather_rows(rows) is rows
+    assert spark_dl.gather_rows(rows, {"weight": torch.tensor([1.0, 0.0, 2.0])}).tolist() == [[0, 1], [4, 5]]
+    with pytest.raises(ValueError, match="a tensor without axes"):
+        spark_dl.gather_rows(torch.tensor(1.0))

@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from spark_dl.optimization import Optimization
 
 if TYPE_CHECKING:
     from spark_dl.config import Config
+    from spark_dl.data.columns.batch import StreamRows
     from spark_dl.data.columns.schema import Column
     from spark_dl.data.dataset.records import ShardSet
     from spark_dl.data.load.mixture import Mixture
@@ -85,8 +87,11 @@ class ModelSpec:
             one tensor of them all (`data.assemble`).
         transform: called with each batch on the CPU, in a thread of the loader or in `predict`; returns the batch for
             `forward` and the loss. It must keep the number and the order of rows.
-        augment: called after `transform` with (batch, generator), in training only. The `torch.Generator` is seeded by
-            epoch, step and rank, so that a resumed run draws the same numbers.
+        augment: called after `transform` with (batch, generator), in training only, with the rows of each stream by
+            themselves (`loader.num_streams`). The `torch.Generator` is seeded by epoch, step and stream, so that a
+            resumed run draws the same numbers, and so does a run on another number of ranks. The results become one
+            batch, so columns other than the rows have the same shape for all of them. With `loader.ragged: offsets`,
+            it gets the batch of a rank, and draws other numbers on other ranks.
         predict: called with the output; returns the columns that `predict` adds, each [rows, ...]. The default is one
             column, `prediction`, with the output; for a model with several outputs, one column for each of them, with
             its name, or `prediction_0`, `prediction_1` ...
@@ -224,11 +229,34 @@ class ModelSpec:
         """
         out = batch if self.transform is None else self._checked("transform", self.transform(batch), batch)
         if self.augment is not None and augment_seed is not None:
-            generator = torch.Generator()
-            seed = np.random.SeedSequence((augment_seed, *key)).generate_state(1, np.uint64)[0]
-            generator.manual_seed(int(seed) >> 1)  # manual_seed takes 63 bits
-            out = self._checked("augment", self.augment(out, generator), batch)
+            out = self._augmented(dict(out), key, augment_seed)
         return out
+
+    def _augmented(self, batch: Batch, key: Sequence[int], seed: int) -> Batch:
+        """Calls `augment` with the rows of each stream, so that what they draw does not depend on the ranks."""
+        assert self.augment is not None
+        streams: Sequence[StreamRows] = getattr(key, "streams", ())
+        rows = sum(each.rows for each in streams)
+        if not rows or not all(tensor.ndim and len(tensor) == rows for tensor in batch.values()):
+            numbers = [number for number in key if isinstance(number, int)]
+            return self._checked("augment", self.augment(batch, _generator(seed, *numbers)), batch)
+        epoch, step, *_ = key
+        ends = list(itertools.accumulate(each.rows for each in streams))
+        parts = []
+        for each, end in zip(streams, ends, strict=True):
+            own = {name: tensor[end - each.rows : end] for name, tensor in batch.items()}
+            generator = _generator(seed, epoch, step, each.dataset, each.stream, each.first)
+            parts.append(self._checked("augment", self.augment(own, generator), own))
+        try:
+            return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        except (KeyError, RuntimeError) as error:
+            shapes = [{name: tuple(tensor.shape) for name, tensor in part.items()} for part in parts]
+            raise ValueError(
+                "spec.augment: it is called with the rows of each stream (loader.num_streams), whose results become "
+                f"one batch, but their columns or shapes differ: found {shapes[0]} and "
+                f"{next((shape for shape in shapes if shape != shapes[0]), shapes[-1])}; change only the rows, and "
+                "resize whole batches in spec.forward"
+            ) from error
 
     def prepare_in_loader(self, augment_seed: int | None = None) -> Callable[..., Batch] | None:
         """Returns `prepare` for a loader; None without `transform` and `augment`.
@@ -274,6 +302,11 @@ class ModelSpec:
             f"spec.predict: the model returns {_kinds(output)}, expected a tensor, or several by name or position; set "
             "spec.predict, which returns a dict of column names to tensors"
         )
+
+
+def _generator(*key: int) -> torch.Generator:
+    seed = np.random.SeedSequence(key).generate_state(1, np.uint64)[0]
+    return torch.Generator().manual_seed(int(seed) >> 1)  # manual_seed takes 63 bits
 
 
 def _arguments(batch: Batch, inputs: tuple[str, ...] | Assembled) -> list[Tensor]:

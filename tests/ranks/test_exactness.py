@@ -336,7 +336,7 @@ LAYERS = {
     ),
     "dropout": Recipe(ModelSpec(build=build_dropout), differs=SEVERAL),
     "randn in the forward pass": Recipe(ModelSpec(build=Noisy), differs=SEVERAL),
-    "augment": Recipe(ModelSpec(build=build_mlp, augment=augment), differs="all"),
+    "augment": Recipe(ModelSpec(build=build_mlp, augment=augment)),
     "noise in hooks of gradients": Recipe(ModelSpec(build=build_noisy_gradients), differs="all"),
     "BatchNorm, whole batches": Recipe(
         ModelSpec(build=build_batchnorm), cross_entropy, differs=(*SEVERAL, "accumulation"), rows=240,

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ _MIB = 1 << 20
 WEIGHT_BYTES, _OFFSET_BYTES = 4, 8
 
 Batch = dict[str, Tensor]
-Prepare = Callable[[Batch, Sequence[int]], Mapping[str, Tensor]]
-"""(batch, unique key of integers) -> the batch for the model."""
+Prepare = Callable[[Batch, Sequence[Any]], Mapping[str, Tensor]]
+"""(batch, `BatchKey`) -> the batch for the model."""
 
 
 def cast_columns(columns: Sequence[Column], cast: Mapping[str, str]) -> tuple[Column, ...]:
@@ -118,6 +118,29 @@ class StepRows:
     """Cells by column. # each (rows, *cell)"""
     weight: Array
     """Weight of each row: 1, or 0 for padding. # (rows,)"""
+    streams: range = range(0)
+    """The streams that they are from, one after another, with equally many rows of each; none if that is not known."""
+
+
+class StreamRows(NamedTuple):
+    """Consecutive rows of a batch that are from one stream."""
+
+    dataset: int
+    stream: int
+    first: int
+    """Place of the first of them among the rows of this stream in the step."""
+    rows: int
+
+
+class BatchKey(NamedTuple):
+    """Which batch `prepare` gets; unique in a run."""
+
+    epoch: int
+    step: int
+    rank: int
+    micro_batch: int
+    streams: tuple[StreamRows, ...]
+    """The rows of the batch, in order; empty if that is not known."""
 
 
 @dataclass(frozen=True)
@@ -232,9 +255,12 @@ class BatchBuilder:
     def build(self, parts: Sequence[StepRows], key: Sequence[int]) -> list[Batch]:
         """Builds the micro-batches of a step, of near-equal sizes, larger ones first. # parts: rows of each dataset
 
-        Every micro-batch has rows of each dataset. `prepare` gets `key`, unique to the step, and the number of the
-        micro-batch.
+        Every micro-batch has rows of each dataset. `prepare` gets each with its `BatchKey`.
+
+        Args:
+            key: epoch, step and rank.
         """
+        epoch, number, rank = key
         batches = []
         for i, pieces in enumerate(zip(*(self._pieces(part) for part in parts), strict=True)):
             # Arrays are concatenated before they become tensors: longest rows and offsets differ between datasets.
@@ -246,7 +272,7 @@ class BatchBuilder:
                 weight = row_weights(self.data.weight, cells[self._weight_index], weight)
             batch["weight"] = torch.from_numpy(weight)
             if self.prepare is not None:
-                batch = dict(self.prepare(batch, (*key, i)))
+                batch = dict(self.prepare(batch, BatchKey(epoch, number, rank, i, self._streams(parts, i))))
             batches.append({name: t.pin_memory() for name, t in batch.items()} if self.pin else batch)
         return batches
 
@@ -255,6 +281,23 @@ class BatchBuilder:
         return [StepRows(piece, weight) for weight, *piece in zip(weights, *cells, strict=True)]
 
     def _cut(self, cells: Array | Ragged) -> list[Array | Ragged]:
-        size, more = divmod(len(cells), self.micro_batches)
-        bounds = [i * size + min(i, more) for i in range(self.micro_batches + 1)]
-        return [cells[a:b] for a, b in itertools.pairwise(bounds)]
+        return [cells[a:b] for a, b in self._bounds(len(cells))]
+
+    def _bounds(self, rows: int) -> list[tuple[int, int]]:
+        """Returns the first row of each micro-batch, and the row after its last one."""
+        size, more = divmod(rows, self.micro_batches)
+        return list(itertools.pairwise(i * size + min(i, more) for i in range(self.micro_batches + 1)))
+
+    def _streams(self, parts: Sequence[StepRows], micro_batch: int) -> tuple[StreamRows, ...]:
+        """Returns which streams the rows of a micro-batch are from, in their order."""
+        if not all(part.streams for part in parts):
+            return ()
+        found = []
+        for dataset, part in enumerate(parts):
+            of_stream = len(part.weight) // len(part.streams)
+            low, high = self._bounds(len(part.weight))[micro_batch]
+            for place, stream in enumerate(part.streams):
+                first, stop = max(low, place * of_stream), min(high, (place + 1) * of_stream)
+                if first < stop:
+                    found.append(StreamRows(dataset, stream, first - place * of_stream, stop - first))
+        return tuple(found)

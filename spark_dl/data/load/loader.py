@@ -275,7 +275,7 @@ class ShardLoader:
                 positions[:, i] = taken.reshape(steps, batch)
                 weight[:, i] = weights.reshape(steps, batch)
             gathered, weights = arena.take(positions.reshape(steps, -1)), weight.reshape(steps, -1)
-            yield [StepRows([g[k] for g in gathered], weights[k]) for k in range(steps)]
+            yield [StepRows([g[k] for g in gathered], weights[k], self._streams) for k in range(steps)]
             step += steps
 
 

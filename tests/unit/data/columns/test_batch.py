@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 
 import numpy as np
 import pyarrow as pa
@@ -121,6 +122,36 @@ def test_augment_draws_the_same_numbers_in_a_run_that_is_resumed_and_others_else
     for other in (drawn(epoch=1), drawn(seed=2), drawn(rank=1)):
         assert not torch.isin(whole, other).any()
     assert len(whole.unique()) == len(whole)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 2), (2, 1), (2, 2), (4, 1)])
+def test_augment_draws_the_same_numbers_for_a_row_on_any_number_of_ranks(shards, ranks, micro_batches):
+    def drawn(ranks, micro_batches):
+        prepare, numbers = functools.partial(spec(augment=noise).prepare, augment_seed=1), {}
+        for loader in loaders(shards, ranks, prepare=prepare, micro_batches=micro_batches):
+            for batch in itertools.chain.from_iterable(step.micro_batches for step in loader.epoch(0)):
+                true = batch["weight"] > 0
+                numbers |= dict(zip(batch["id"][true].tolist(), batch["noise"][true].tolist(), strict=True))
+        return numbers
+
+    assert drawn(ranks, micro_batches) == drawn(1, 1)
+
+
+def test_a_stream_that_is_cut_draws_other_numbers_for_each_part(shards):
+    prepare = functools.partial(spec(augment=noise).prepare, augment_seed=1)
+    (loader,) = loaders(shards, prepare=prepare, micro_batches=8)
+    numbers = torch.cat([batch["noise"] for step in loader.epoch(0) for batch in step.micro_batches])
+    assert len(numbers.unique()) == len(numbers)
+
+
+def test_results_of_streams_that_do_not_fit_together_are_an_error(shards):
+    sizes = itertools.count(3)
+    spec_of_sizes = spec(augment=lambda b, _: {"x": torch.zeros(len(b["id"]), next(sizes))})
+    prepare = functools.partial(spec_of_sizes.prepare, augment_seed=1)
+    with pytest.raises(
+        ValueError, match=r"spec\.augment: it is called with the rows of each stream .*their columns or shapes differ"
+    ):
+        next(loaders(shards, prepare=prepare)[0].epoch(0))
 
 
 def test_augment_is_for_training_only(shards):

@@ -219,7 +219,7 @@ def test_transforms_see_the_rows_of_all_datasets_in_one_batch(tmp_path):
         for batch in step.micro_batches:
             assert torch.equal(batch["lengths"], lengths_of(batch["id"])[0])
             assert torch.equal(batch["twice"].sum(1), 2 * batch["id"] * batch["lengths"])
-    assert keys == [(3, step, 0, i) for step in range(loader.plan.steps) for i in range(2)]
+    assert [key[:4] for key in keys] == [(3, step, 0, i) for step in range(loader.plan.steps) for i in range(2)]
 
 
 def test_batches_are_pinned_once_they_are_joined(tmp_path, monkeypatch):

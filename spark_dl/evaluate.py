@@ -50,7 +50,8 @@ def evaluate(run: Run, world: World) -> dict[str, Any]:
         run.train, run.config, rank=world.rank, world_size=world.world_size, shuffle=False,
         prepare=run.spec.prepare_in_loader(), pin=world.device.type == "cuda",
     )  # fmt: skip
-    return {"rows": loader.plan.rows, **evaluate_model(run.spec, model, loader, run.config, world)}
+    with gathering(RowRanks(world.world_size)):
+        return {"rows": loader.plan.rows, **evaluate_model(run.spec, model, loader, run.config, world)}
 
 
 def load_model(spec: ModelSpec, checkpoint_url: str, *, sha256: str | None = None) -> nn.Module:

@@ -73,6 +73,16 @@ def dataset(tmp_path, rows):
     return write_dataset(str(tmp_path / "data"), {"image": image, "text": text}, group_rows=40, shard_rows=120)
 
 
+def evaluate_rank(run):
+    with restored_process():
+        return worker.main(run, task="evaluate").result
+
+
+def without_the_batch(model, batch):
+    """As a `training_step` of Lightning, whose batch is a tuple of columns."""
+    return contrastive(*(spark_dl.gather_rows(rows) for rows in model(batch["image"], batch["text"])))
+
+
 def trained(tmp_path, data, config, spec=SPEC):
     run = Run(spec=spec, config=config, train=data, run_dir=str(tmp_path / "run"))
     result = run_ranks(train_rank, config.launch.num_ranks, run)[0]
@@ -146,6 +156,24 @@ def test_the_validation_is_of_the_same_batches_on_any_number_of_ranks(tmp_path):
             count += len(rows["weight"])
         assert losses[-1] == pytest.approx(total / count, rel=1e-5)
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_ranks_without_rows_count_none_also_where_the_loss_does_not_pass_its_batch(tmp_path, num_ranks):
+    data, spec = dataset(tmp_path, 193), ModelSpec(build=TwoTowers, batch_loss=without_the_batch)
+    config = small_config(num_ranks, SGD, COLUMNS)
+    result, weights = trained(tmp_path, data, config, spec)
+    assert_equal(weights, plain_loop(data, config, contrastive))
+    run = Run(spec=spec, config=config, train=data, run_dir=str(tmp_path / "other"), checkpoint=result["checkpoint"])
+    found = run_ranks(evaluate_rank, num_ranks, run)[0]
+    loader = build_loader(data, config, rank=0, world_size=1, shuffle=False)
+    model, total = load_model(spec, result["checkpoint"]), 0.0
+    for step in loader.epoch(0):
+        (batch,) = step.micro_batches
+        rows = {key: value[batch["weight"] > 0] for key, value in batch.items()}
+        with torch.no_grad():
+            total += float(contrastive(*model(rows["image"], rows["text"]))) * len(rows["weight"])
+    assert found["loss"] == pytest.approx(total / 193, rel=1e-5)
 
 
 @pytest.mark.parametrize(("train", "settings", "num_ranks", "message"), [

@@ -53,12 +53,13 @@ def test_a_child_with_a_session_of_its_own_ends_with_the_rank(end):
     pids = [int(pid) for pid in rank.stdout.readline().split()]
     assert all(map(is_running, pids))
     if end == "killed":
-        environ = pathlib.Path(f"/proc/{pids[0]}/environ").read_bytes().split(b"\0")
-        mark = next(each for each in environ if each.startswith(b"SPARK_DL_RANK="))
-        deadline = time.monotonic() + 10
-        while not set(pids[:2]) <= set(sleepers(mark)):  # setsid becomes sh, and has no environment meanwhile
+        deadline, mark = time.monotonic() + 10, None
+        while mark is None or not set(pids[:2]) <= set(sleepers(mark)):
             assert time.monotonic() < deadline
             time.sleep(0.05)
+            # A process that becomes another program, as setsid becomes sh, has no environment meanwhile.
+            environ = pathlib.Path(f"/proc/{pids[0]}/environ").read_bytes().split(b"\0")
+            mark = next((each for each in environ if each.startswith(b"SPARK_DL_RANK=")), None)
         assert rank.pid not in sleepers(mark)
         rank.send_signal(signal.SIGKILL)
     rank.wait(60)

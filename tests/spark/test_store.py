@@ -247,7 +247,9 @@ def test_a_key_changes_with_what_shards_hold_and_with_no_other_setting(spark, so
     assert len({*keys}) == len(keys)
     assert {key(df, **fields) for fields in NOT_IN_KEY} == {key(df)}
     tried = {name for fields in IN_KEY for name in fields}
-    only_of_batches = {"cast", "assemble"}
+    weighted = {"weight": "id"}
+    assert key(df, **weighted, weight_mean="weights") == key(df, **weighted)
+    only_of_batches = {"cast", "assemble", "weight_mean"}
     assert tried | only_of_batches == {f.name for f in dataclasses.fields(Data)} | {
         "rows_per_row_group",
         "rows_per_shard",

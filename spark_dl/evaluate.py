@@ -95,6 +95,7 @@ def evaluate_model(
     evaluation = None if spec.evaluation is None else spec.evaluation(model)
     for row_metric in metrics:
         row_metric.metric.to(world.device)
+    of_evaluation = RowRanks(1) if world.world_size == 1 else _SKIPS
     has_weights = config.data.weight is not None
     is_counted = has_weights or counts_elements(spec, config, loader.columns)
     total = torch.zeros(2, dtype=torch.float64, device=world.device)  # of losses, and what their mean is over
@@ -125,8 +126,7 @@ def evaluate_model(
                         continue
                     total[0] += losses.detach()
                 elif bool((batch["weight"] > 0).any()):
-                    alone = gathering(RowRanks(1) if world.world_size == 1 else _SKIPS)
-                    with alone, torch.inference_mode(), autocast(batch, config):
+                    with gathering(of_evaluation), torch.inference_mode(), autocast(batch, config):
                         evaluation.update(true_rows(batch, model))
                 if metrics and output is None:  # these functions return none
                     output = compute(functools.partial(_output, spec, batch, config, call))

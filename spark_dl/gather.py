@@ -104,14 +104,20 @@ def _gather_bytes(data: Tensor) -> list[Tensor]:
         return [data]
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(data)], device=device))
-    longest = max(int(size) for size in sizes)
-    padded = torch.zeros(max(1, longest), dtype=torch.uint8, device=device)
-    padded[: len(data)] = data.to(device)
-    parts = [torch.zeros_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded)
-    return [part[: int(size)].cpu() for part, size in zip(parts, sizes, strict=True)]
+    return [part.cpu() for part in _gather_parts(data.to(device))]
+
+
+def _gather_parts(rows: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """Gathers tensors that differ in their first axis alone, on their device, by rank. # rows: (rows of a rank, ...)"""
+    length = torch.tensor([len(rows)], device=rows.device)
+    gathered_lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered_lengths, length, group=group)
+    lengths = [int(each) for each in gathered_lengths]
+    padded = rows.new_zeros((max(1, *lengths), *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded, group=group)
+    return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -133,8 +139,8 @@ class _Step:
     ranks: RowRanks | str
     """Or why there are none."""
     micro_batches: int = 1
-    true_rows: int | None = None
-    """True rows of the batch that `spec.batch_loss` has, which come first; None elsewhere."""
+    weight: Tensor | None = None
+    """Weights of the batch of which `spec.batch_loss` has the true rows first; None elsewhere."""
     calls: int = 0
 
 
@@ -142,7 +148,7 @@ _step: _Step | None = None
 
 
 @contextlib.contextmanager
-def gathering(ranks: RowRanks | str | None, *, micro_batches: int = 1) -> Iterator[_Step]:
+def gathering(ranks: RowRanks | str | None, *, micro_batches: int = 1) -> Iterator[None]:
     """Says what `gather_rows` gathers over if a function of the user calls it in this block. Used on a rank.
 
     Args:
@@ -152,7 +158,7 @@ def gathering(ranks: RowRanks | str | None, *, micro_batches: int = 1) -> Iterat
     global _step
     before, _step = _step, _Step(_NOT_TOGETHER if ranks is None else ranks, micro_batches)
     try:
-        yield _step
+        yield
     finally:
         _step = before
 
@@ -163,16 +169,20 @@ def gathered() -> bool:
 
 
 @contextlib.contextmanager
-def of_true_rows(number: int) -> Iterator[None]:
-    """The batch of the user's function in this block begins with so many true rows. The others are padding."""
+def of_true_rows(weight: Tensor) -> Iterator[None]:
+    """The user's function in this block gets the true rows of a batch, or all of them if there are none.
+
+    Args:
+        weight: of the whole batch, [rows]. It is looked at only if the function calls `gather_rows`.
+    """
     if _step is None:
         yield
         return
-    before, _step.true_rows = _step.true_rows, number
+    before, _step.weight = _step.weight, weight
     try:
         yield
     finally:
-        _step.true_rows = before
+        _step.weight = before
 
 
 def gather_rows(tensor: Tensor, batch: Mapping[str, Tensor] | None = None) -> Tensor:
@@ -226,8 +236,8 @@ def _true_rows_of(tensor: Tensor, batch: Mapping[str, Tensor] | None) -> Tensor:
         )
     if not tensor.ndim:
         raise ValueError("spark_dl.gather_rows: expected one entry per row, found a tensor without axes")
-    if _step is not None and _step.true_rows is not None:
-        return tensor[: _step.true_rows]
+    if _step is not None and _step.weight is not None:
+        return tensor[: int((_step.weight > 0).sum())]
     return tensor if weight is None else tensor[weight > 0]
 
 
@@ -236,17 +246,9 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
-        size, rank = dist.get_world_size(group), dist.get_rank(group)
-        own = torch.tensor([len(rows)], device=rows.device)
-        counts = [torch.zeros_like(own) for _ in range(size)]
-        dist.all_gather(counts, own, group=group)
-        lengths = [int(count) for count in counts]
-        padded = rows.new_zeros((max(1, *lengths), *rows.shape[1:]))
-        padded[: len(rows)] = rows
-        parts = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(parts, padded, group=group)
-        ctx.group, ctx.start, ctx.rows = group, sum(lengths[:rank]), len(rows)
-        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+        parts = _gather_parts(rows, group)
+        ctx.group, ctx.start, ctx.rows = group, sum(map(len, parts[: dist.get_rank(group)])), len(rows)
+        return torch.cat(parts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

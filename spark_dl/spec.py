@@ -7,7 +7,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -241,12 +240,12 @@ class ModelSpec:
             numbers = [number for number in key if isinstance(number, int)]
             return self._checked("augment", self.augment(batch, _generator(seed, *numbers)), batch)
         epoch, step, *_ = key
-        ends = list(itertools.accumulate(each.rows for each in streams))
+        cut = {name: tensor.split([each.rows for each in streams]) for name, tensor in batch.items()}
         parts = []
-        for each, end in zip(streams, ends, strict=True):
-            own = {name: tensor[end - each.rows : end] for name, tensor in batch.items()}
+        for i, each in enumerate(streams):
+            rows_of_stream = {name: tensors[i] for name, tensors in cut.items()}
             generator = _generator(seed, epoch, step, each.dataset, each.stream, each.first)
-            parts.append(self._checked("augment", self.augment(own, generator), own))
+            parts.append(self._checked("augment", self.augment(rows_of_stream, generator), rows_of_stream))
         try:
             return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         except (KeyError, RuntimeError) as error:

@@ -56,7 +56,7 @@ class Data:
     not count in metrics. Classes of torchmetrics do not use the weights; functions of `ModelSpec.metrics` are averaged
     with them."""
     weight_mean: WeightMean = "rows"
-    """What the weighted losses of a step are divided by. `rows`: the number of rows, so that weights of 10 act as a
+    """What divides the sum of the weighted losses of a step. `rows`: the number of rows, so that weights of 10 act as a
     learning rate ten times as large. `weights`: the sum of the weights of the global batch, over all ranks, as
     scikit-learn and Spark ML do. Evaluations always divide by the sum of the weights. See
     [exactness](exactness.md#what-the-loss-is-a-mean-over)."""

@@ -331,7 +331,7 @@ def _batch_loss_sum(spec: ModelSpec, model: nn.Module, batch: Batch, config: Con
     rows = true_rows(batch, model)
     note_rows(model, rows["weight"])
     assert spec.batch_loss is not None
-    with of_true_rows(int((batch["weight"] > 0).sum())):
+    with of_true_rows(batch["weight"]):
         mean = call(spec.batch_loss, rows)
     if not isinstance(mean, Tensor) or mean.numel() != 1:
         found = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__

@@ -292,12 +292,12 @@ class BatchBuilder:
         """Returns which streams the rows of a micro-batch are from, in their order."""
         if not all(part.streams for part in parts):
             return ()
-        found = []
+        pieces = []
         for dataset, part in enumerate(parts):
             of_stream = len(part.weight) // len(part.streams)
             low, high = self._bounds(len(part.weight))[micro_batch]
             for place, stream in enumerate(part.streams):
                 first, stop = max(low, place * of_stream), min(high, (place + 1) * of_stream)
                 if first < stop:
-                    found.append(StreamRows(dataset, stream, first - place * of_stream, stop - first))
-        return tuple(found)
+                    pieces.append(StreamRows(dataset, stream, first - place * of_stream, stop - first))
+        return tuple(pieces)

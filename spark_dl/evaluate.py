@@ -23,6 +23,7 @@ from spark_dl.parallel.loss import (
     count_of,
     counts_elements,
     loss_sum,
+    noting_counts,
     true_rows,
     weighted_loss_sum,
     without_gradient,
@@ -98,10 +99,11 @@ def evaluate_model(
     of_evaluation = RowRanks(1) if world.world_size == 1 else _SKIPS
     has_weights = config.data.weight is not None
     is_counted = has_weights or counts_elements(spec, config, loader.columns)
-    total = torch.zeros(2, dtype=torch.float64, device=world.device)  # of losses, and what their mean is over
+    # Of losses, and what their mean is over: by the batches, by the losses, and the ranks whose losses say it.
+    total = torch.zeros(4, dtype=torch.float64, device=world.device)
     report_at = time.monotonic() + _REPORT_S
     compute = EvaluationMode()
-    with _in_evaluation_mode(model), torch.no_grad():
+    with noting_counts(by_weight=has_weights) as noted, _in_evaluation_mode(model), torch.no_grad():
         for step in loader.epoch(0):
             if world.rank == 0 and time.monotonic() >= report_at:
                 world.report({"kind": "evaluation", "step": step.step, "steps": loader.plan.steps})
@@ -133,9 +135,12 @@ def evaluate_model(
                 for row_metric in metrics:
                     assert output is not None
                     row_metric.update(without_gradient(output), batch)
+    own_count = noted.total()
+    if own_count is not None and counts:
+        total[2], total[3] = own_count, 1
     sum_over_ranks(total)
     values = {row_metric.name: row_metric.compute() for row_metric in metrics}
-    count = float(total[1]) if is_counted else loader.plan.rows
+    count = float(total[2]) if total[3] else float(total[1]) if is_counted else loader.plan.rows
     result = {"loss": float(total[0]) / count if count else math.nan} if evaluation is None else evaluation.compute()
     if taken := sorted(result.keys() & values.keys()):
         raise ValueError(

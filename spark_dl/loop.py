@@ -21,7 +21,8 @@ from spark_dl.gather import gathering, sum_over_ranks
 from spark_dl.generators import generators_kept
 from spark_dl.launch.failures import rank_state
 from spark_dl.launch.failures.errors import OtherRankError
-from spark_dl.parallel.loss import Count, count_of, counts_elements
+from spark_dl.optimization import trained_by
+from spark_dl.parallel.loss import Count, NotedCounts, count_of, counts_elements, noting_counts
 from spark_dl.parallel.modules import ModuleState, apply_layout, to_device
 from spark_dl.parallel.trainable import Trainable
 from spark_dl.rundir.metrics import MetricsLog
@@ -124,6 +125,8 @@ class Training:
         total = self.config.train.epochs * (steps_per_epoch or loader.plan.steps)
         self.total_steps = min(total, self.config.train.max_steps or total)
         seed_generators(self.config.train.seed + 1 + world.seed_rank)  # different dropout on each rank
+        self.losses_count = False
+        """Whether losses say what their mean is over, which is known after the first step."""
         self.schedule = RateSchedule(trainable.optimizer, self.config, own=trainable.optimization)
         if self.validation is None:
             self.schedule.check_without_validation()
@@ -260,11 +263,13 @@ class Training:
         with gathering(trainable.row_ranks, micro_batches=self.config.train.accumulation_steps):
             if self.is_first_step:
                 self._check_batch_loss(batch.micro_batches[0])
-            loss, finding = self.nonfinite.forward_backward(batch.micro_batches, count, number)
+            with noting_counts() as noted:
+                loss, finding = self.nonfinite.forward_backward(batch.micro_batches, count, number)
         if before is not None:
             self._warn_of_unsaved(before.changed_unsaved())
         if finding is not None:
             return self._end_left_out(batch, finding)
+        count = self._divided(count, noted)
         if self.config.train.clip_grad_norm is not None:
             trainable.clip_grad_norm(self.config.train.clip_grad_norm)
         with self.schedule.warm(progress.global_step) as self.steps.lr:
@@ -290,6 +295,37 @@ class Training:
         (self.trainable.sum_over_data or sum_over_ranks)(own)
         # A GPU keeps it, so that the host need not wait. If nothing counts, the sum of losses is 0.
         return own.clamp_min(torch.finfo(own.dtype).tiny) if own.is_cuda else float(own) or 1.0
+
+    def _divided(self, by: Count, noted: NotedCounts) -> Count:
+        """Divides the gradients by what the losses have said that they are over, if they have, and returns that.
+
+        Collective in the first step, and after it if a loss of the first step has said it.
+
+        Args:
+            by: what they are divided by already.
+        """
+        if not (self.is_first_step or self.losses_count):
+            return by
+        own, trainable = noted.total(), self.trainable
+        totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        if own is not None and trainable.counts:  # of the copies of a model's rows, one counts
+            totals[0], totals[1] = own, 1
+        sum_over_ranks(totals)
+        if self.is_first_step:
+            self.losses_count = bool(totals[1])
+            if self.losses_count and not trainable.takes_counts:
+                raise ValueError(
+                    "parallel.strategy: expected ddp, or another one that can divide the gradients after they are "
+                    f"computed, as the loss returns what its mean is over, found {self.config.parallel.strategy!r}; "
+                    "say it by ModelSpec(count=...), or set ddp"
+                )
+        if not self.losses_count:
+            return by
+        count = float(totals[0]) or 1.0  # if nothing counts, the gradients are 0
+        for parameter in trained_by(trainable.optimizer):
+            if parameter.grad is not None:
+                parameter.grad *= float(by / count)
+        return count
 
     def _check_batch_loss(self, batch: Batch) -> None:
         if self.spec.batch_loss is not None and self.config.train.check_batch_loss:

@@ -76,11 +76,12 @@ class ModelSpec:
             evaluation mode, such as a frozen BatchNorm, stay in evaluation mode. If the model itself is in evaluation
             mode, as many pretrained models are, all of it is set to training mode.
         loss: called with (output, label), or with (output, batch) if `data.label` is null; returns one value per row,
-            [rows] or [rows, ...] (averaged over the other axes). Or a loss of `torch.nn`: its name, its class, or an
-            instance with the reduction `mean`, `none` or `batchmean`. The loss of a step is the mean over the rows of
-            the global batch; with class weights or an `ignore_index`, it is torch's mean, which divides by the sum of
-            the weights of the labels. If the label is ragged, it is the mean over its values, without padding. The
-            default is `CrossEntropyLoss`.
+            [rows] or [rows, ...] (averaged over the other axes), or `(losses, weights)`, two tensors of one shape,
+            [rows, ...], whose mean is sum(losses * weights) / sum(weights) over the global batch. Or a loss of
+            `torch.nn`: its name, its class, or an instance with the reduction `mean`, `none` or `batchmean`. The loss
+            of a step is the mean over the rows of the global batch; with class weights or an `ignore_index`, it is
+            torch's mean, which divides by the sum of the weights of the labels. If the label is ragged, it is the mean
+            over its values, without padding. The default is `CrossEntropyLoss`.
         forward: called with (model, batch); returns the output. `model` is what `build` returns, and the function may
             call parts of it. The default calls the model with the columns of `data.features`, in this order, or with
             one tensor of them all (`data.assemble`).
@@ -101,14 +102,17 @@ class ModelSpec:
             scheduler, instead of `train.optimizer` and `train.scheduler`. `train.lr_scaling` multiplies its learning
             rates.
         batch_loss: called with (model, batch) instead of `forward` and `loss`; returns the mean loss of the rows of the
-            batch, one value. The batch has only true rows, so the sum of these means times their rows is exact. A mean
-            over something else, such as tokens, needs `count`; before the first step, the ranks check that it is a mean
-            (`train.check_batch_loss`). If a rank has no true row in a micro-batch, the batch is padding, of weight 0,
-            and the result counts nothing. If it has one, and the model has a BatchNorm that needs two, the batch has
-            this row twice. A loss that compares the rows of a batch gets those of all ranks from `gather_rows`.
+            batch, one value. The batch has only true rows, so the sum of these means times their rows is exact. For a
+            mean over something else, such as tokens, return `(sum of losses, number of tokens)`, or give `count`. The
+            `.loss` of a model of transformers, returned as it is, is known to be a mean over the labels that are not
+            -100. Before the first step, the ranks check that the mean is one (`train.check_batch_loss`). If a rank has
+            no true row in a micro-batch, the batch is padding, of weight 0, and the result counts nothing. If it has
+            one, and the model has a BatchNorm that needs two, the batch has this row twice. A loss that compares the
+            rows of a batch gets those of all ranks from `gather_rows`.
         count: called with a batch of true rows; returns what the mean loss of these rows is over, if that is not the
             rows: the number of tokens, or the sum of the weights of classes. The loss of a step is then the mean over
-            all of them in the global batch, on any number of ranks. Must depend on the batch alone.
+            all of them in the global batch, on any number of ranks. Must depend on the batch alone. Unlike a count that
+            the loss returns, it is known before the forward pass, which `local_sgd` and `pipedream` need.
         evaluation: called with the model at the start of an evaluation; returns an `Evaluation`, which gets the true
             rows of each batch and computes the values of the evaluation, such as `loss`, instead of `loss` and
             `batch_loss`.
@@ -126,14 +130,14 @@ class ModelSpec:
     """
 
     build: Callable[[], nn.Module]
-    loss: str | Callable[..., Tensor] | None = None
+    loss: str | Callable[..., Tensor | tuple[Tensor, Tensor]] | None = None
     forward: Callable[[nn.Module, Batch], Output] | None = None
     predict: Callable[[Any], Mapping[str, Tensor]] | None = None
     transform: Callable[[Batch], Batch] | None = None
     augment: Callable[[Batch, torch.Generator], Batch] | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Callable[[nn.Module], torch.optim.Optimizer | Optimization] | None = None
-    batch_loss: Callable[[nn.Module, Batch], Tensor] | None = None
+    batch_loss: Callable[[nn.Module, Batch], Tensor | tuple[Tensor, Tensor | float]] | None = None
     count: Callable[[Batch], Tensor | float] | None = None
     evaluation: Callable[[nn.Module], Evaluation] | None = None
     set_position: Callable[[nn.Module, Position], None] | None = None
@@ -154,7 +158,8 @@ class ModelSpec:
 
         The methods `training_step`, `validation_step`, `configure_optimizers`, `forward` and `predict_step` are used.
 
-        `training_step` must return the mean loss over the rows of its batch, or over what `count` returns. What it logs
+        `training_step` must return the mean loss over the rows of its batch, or over what `count` returns, or a tuple
+        (sum of losses, what their mean is over), which `validation_step` may return, too. What it logs
         is not kept: spark_dl logs the loss. What `validation_step` returns is averaged over the rows, or over what
         `count` returns, as `loss`, and what it logs for the epoch are metrics, combined over all rows and ranks as
         Lightning does. Without `validation_step`, `loss` is that of `training_step`. In the steps, `self.trainer` has

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from spark_dl.lightning.log import EpochLog, TrainingLog, logging_to
 from spark_dl.lightning.trainer import attached_trainer
+from spark_dl.nn.label_means import means_over_labels, of_mean
 
 if TYPE_CHECKING:
     from spark_dl.spec import Batch
@@ -22,19 +23,23 @@ def columns_of(batch: Batch) -> tuple[Tensor, ...]:
     return tuple(tensor for name, tensor in batch.items() if name != "weight")
 
 
-def training_loss(model: nn.Module, batch: Batch, *, make_batch: MakeBatch) -> Tensor:
-    """Returns the loss of `training_step`, the mean over the rows of the batch (`ModelSpec.batch_loss`)."""
+def training_loss(model: nn.Module, batch: Batch, *, make_batch: MakeBatch) -> Tensor | tuple[Tensor, Tensor]:
+    """Returns the loss of `training_step` (`ModelSpec.batch_loss`): the mean over the rows, or (sum, count)."""
     trainer, log = attached_trainer(model), TrainingLog()
     with logging_to(model, log):
         output = _call(model.training_step, make_batch(batch), trainer.batch_idx)  # type: ignore[arg-type]
     log.reset()
     loss = output.get("loss") if isinstance(output, Mapping) else output
-    if not isinstance(loss, Tensor):
+    if not isinstance(loss, Tensor) and not _has_count(loss):
         raise ValueError(
-            "training_step: expected the mean loss of the batch, a tensor, or a dict with `loss`, found "
-            f"{type(output).__name__}; a step cannot be skipped, as ranks take all steps together"
+            "training_step: expected the mean loss of the batch, a tensor, or a dict with `loss`, or (sum, count), "
+            f"found {type(output).__name__}; a step cannot be skipped, as ranks take all steps together"
         )
-    return loss
+    return loss  # type: ignore[return-value]
+
+
+def _has_count(loss: Any) -> bool:
+    return isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[0], Tensor)
 
 
 class ModuleEvaluation:
@@ -59,13 +64,19 @@ class ModuleEvaluation:
         rows, index = len(batch["weight"]), self._num_batches
         count = rows if self._count is None else float(self._count(batch))
         self._num_batches += 1
-        if self._step == "training_step":
-            self._losses.add("loss", training_loss(self._model, batch, make_batch=self._make_batch), count)
-            return
-        with self._logged.receiving(rows):
-            output = _call(step, self._make_batch(batch), index)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if isinstance(loss, Tensor) and loss.numel() == 1:
+        with means_over_labels(self._model) as means:
+            if self._step == "training_step":
+                loss: Any = training_loss(self._model, batch, make_batch=self._make_batch)
+            else:
+                with self._logged.receiving(rows):
+                    output = _call(step, self._make_batch(batch), index)
+                loss = output.get("loss") if isinstance(output, Mapping) else output
+        if _has_count(loss):
+            total, count = loss[0], float(loss[1])
+            loss = total / count if count else total
+        elif self._count is None and (labels := of_mean(loss, means)) is not None:
+            count = float(labels)
+        if isinstance(loss, Tensor) and loss.numel() == 1 and count:
             self._losses.add("loss", loss, count)
 
     def compute(self) -> dict[str, Any]:

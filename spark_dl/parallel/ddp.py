@@ -24,7 +24,7 @@ from spark_dl.optimization import Optimization, trained_by
 from spark_dl.parallel.exchange.bucket_choice import BucketSize
 from spark_dl.parallel.exchange.exchange import average_whole, build_exchange
 from spark_dl.parallel.exchange_clock import ExchangeClock, build_clock
-from spark_dl.parallel.loss import Count, Inside, unused_message
+from spark_dl.parallel.loss import Count, Inside, noting_counts, unused_message
 from spark_dl.parallel.modules import check_same_model, module_state_kept, synchronize_batchnorm
 from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimization
 from spark_dl.spec import Batch, ModelSpec
@@ -267,7 +267,7 @@ def _run_without_trace(model: nn.Module, backward: Callable[[], object]) -> None
     gradients in the second, so two passes are needed. Costs a step at the start of a run.
     """
     gpus = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    with module_state_kept(model), generators_kept(sorted(gpu for gpu in gpus if gpu is not None)):
+    with noting_counts(), module_state_kept(model), generators_kept(sorted(gpu for gpu in gpus if gpu is not None)):
         backward()
     for layer in moe_layers(model).values():
         layer.take_counts()  # only steps count

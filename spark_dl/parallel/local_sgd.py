@@ -95,6 +95,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         skip_step=training.skip_step,
         extra_state={"local_sgd": training, **(together.extra_state if together else {})},
         rank_state={"optimizer": OptimizerState(optimizer), **alone.extra_state},
+        takes_counts=False,
         clock=clock,
         sync_weights=training.sync_weights,
         close=together.close if together else lambda: None,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from spark_dl.gather import of_true_rows
+from spark_dl.nn.label_means import means_over_labels, of_mean
 from spark_dl.nn.moe import add_auxiliary_losses, note_rows
 from spark_dl.spec import Batch, ModelSpec, Output, SumOverRow
 
@@ -48,8 +50,49 @@ Call: TypeAlias = Callable[[Callable[[nn.Module, Batch], Any], Batch], Any]
 such as DDP, whose exchange of gradients depends on that."""
 
 
-def row_losses(spec: ModelSpec, output: Output, batch: Batch, label: str | None) -> Tensor:
-    """The loss of each row of a batch: the mean over its values, or the weighted sum of them with weights. # (rows,)"""
+@dataclass
+class NotedCounts:
+    """What losses are over, of those that say it themselves."""
+
+    by_weight: bool
+    of_batches: list[Tensor] = field(default_factory=list)  # each () float64, on the device of the batch
+
+    def total(self) -> Tensor | None:
+        """Returns their sum, () float64; None if no loss has said it."""
+        return torch.stack(self.of_batches).sum() if self.of_batches else None
+
+
+_noted: NotedCounts | None = None
+
+
+@contextlib.contextmanager
+def noting_counts(*, by_weight: bool = False) -> Iterator[NotedCounts]:
+    """Collects what losses are over that return it with the loss: `(losses, weights)`, or `(sum, count)`.
+
+    Of other losses, `count_of` knows it from the batch alone, before the first backward pass. Used on a rank.
+
+    Args:
+        by_weight: as of `count_of`.
+    """
+    global _noted
+    before, _noted = _noted, NotedCounts(by_weight)
+    try:
+        yield _noted
+    finally:
+        _noted = before
+
+
+def _note(count: Tensor | None) -> None:
+    if _noted is not None and count is not None:
+        _noted.of_batches.append(count)
+
+
+def row_losses(spec: ModelSpec, output: Output, batch: Batch, label: str | None) -> tuple[Tensor, Tensor | None]:
+    """Returns the loss of each row of a batch, and what it counts in the mean if `spec.loss` says so, or None.
+
+    The loss of a row is the mean over its values; or the weighted sum of them, if the values of the label have weights,
+    or if `spec.loss` returns weights beside the losses. # (rows,) and (rows,) float64
+    """
     target: Any = batch if label is None else batch[label]
     assert callable(spec.loss)
     loss = spec.loss.to(batch["weight"].device) if isinstance(spec.loss, nn.Module) else spec.loss
@@ -60,11 +103,13 @@ def row_losses(spec: ModelSpec, output: Output, batch: Batch, label: str | None)
         if type(error) not in (IndexError, RuntimeError, ValueError) or not _IS_ABOUT_SHAPES.search(str(error)):
             raise
         raise ValueError(_explain(error, output, batch, label)) from error
+    if type(losses) is tuple:
+        return _weighted(spec, losses, batch, label)
     rows = batch["weight"].shape[0]
     _check_not_repeated(loss, losses, output, target, label)
     if not isinstance(losses, Tensor) or losses.ndim == 0 or losses.shape[0] != rows:
         found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
-        change = "use reduction='none'"
+        change = "use reduction='none', or return (losses, weights)"
         if f"{label}_offsets" in batch:
             change = (
                 f"the column {label!r} has all values of all rows (loader.ragged=offsets); sum them within each row by "
@@ -73,19 +118,59 @@ def row_losses(spec: ModelSpec, output: Output, batch: Batch, label: str | None)
         raise ValueError(f"spec.loss: expected one value per row, shape ({rows},), found {found}; {change}")
     weights = element_weights(spec, batch, label)
     if weights is None:
-        return losses.flatten(1).mean(1) if losses.ndim > 1 else losses
+        return (losses.flatten(1).mean(1) if losses.ndim > 1 else losses), None
     if losses.shape[: weights.ndim] != weights.shape:
         raise ValueError(
             f"spec.loss: the column {label!r} is ragged, so expected one value for each of its values, shape "
             f"{tuple(weights.shape)}, found shape {tuple(losses.shape)}, in which padding cannot be told from values; "
-            f"for one value per row, set data.label to null, and use the columns {label!r} and '{label}_mask' there"
+            f"for one value per row, set data.label to null, and use the columns {label!r} and '{label}_mask' there; "
+            "or return (losses, weights)"
         )
     if losses.ndim > weights.ndim:
         losses = losses.flatten(weights.ndim).mean(-1)
     mask = _mask_of(batch, label)
     if mask is not None:  # torch has applied its weights, and it does not know the padding
         losses = torch.where(mask, losses, 0)
-    return losses.flatten(1).sum(1) if losses.ndim > 1 else losses
+    return _sum_of_rows(losses), None
+
+
+def _sum_of_rows(values: Tensor) -> Tensor:
+    return values.flatten(1).sum(1) if values.ndim > 1 else values
+
+
+def _weighted(
+    spec: ModelSpec, returned: tuple[Any, ...], batch: Batch, label: str | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns the sums of losses times weights, and of the weights, of each row. # each (rows,)"""
+    rows = batch["weight"].shape
+    losses, weights = returned if len(returned) == 2 else (None, None)
+    if (
+        not isinstance(losses, Tensor)
+        or not isinstance(weights, Tensor)
+        or losses.shape != weights.shape
+        or losses.shape[:1] != rows
+    ):
+        raise ValueError(
+            f"spec.loss: expected (losses, weights), two tensors of one shape, ({rows[0]}, ...), found "
+            f"{in_words(returned)}"
+        )
+    _check_count("spec.loss", "weights", weights, spec)
+    mask = _mask_of(batch, label)
+    if mask is not None and weights.shape[:2] == mask.shape:  # padding never counts
+        weights = weights * mask.view(*mask.shape, *[1] * (weights.ndim - 2))
+    losses = torch.where(weights != 0, losses.float(), 0) * weights.float()
+    return _sum_of_rows(losses), _sum_of_rows(weights.double())
+
+
+def _check_count(function: str, name: str, value: Any, spec: ModelSpec) -> None:
+    """Raises ValueError for weights or a count that have a gradient, or that `spec.count` returns, too."""
+    if spec.count is not None:
+        raise ValueError(f"{function}: it returns {name}, so spec.count has no effect; remove one of them")
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise ValueError(
+            f"{function}: expected {name} without a gradient, as the mean of a step divides by those of all ranks; "
+            f"use {name}.detach()"
+        )
 
 
 def element_weights(spec: ModelSpec, batch: Batch, label: str | None) -> Tensor | None:
@@ -304,20 +389,34 @@ def weighted_loss_sum(
     output = None
     with autocast(batch, config):
         if spec.batch_loss is not None:
-            losses = _batch_loss_sum(spec, model, batch, config, call)
+            losses, count = _batch_loss_sum(spec, model, batch, config, call)
         else:
             note_rows(model, batch["weight"])
             output = call(lambda model, batch: spec.output(model, batch, config.inputs), batch)
     if output is not None:
-        losses = loss_sum(spec, output, batch, config)
-    return output, add_auxiliary_losses(model, losses, lambda: count_of(spec, batch, config))
+        losses, count = _loss_sum(spec, output, batch, config)
+    _note(count)
+    return output, add_auxiliary_losses(
+        model, losses, lambda: count_of(spec, batch, config) if count is None else count
+    )
 
 
 def loss_sum(spec: ModelSpec, output: Output, batch: Batch, config: Config) -> Tensor:
     """Computes the sum of losses over the true rows from the model's output, a float32 scalar."""
+    losses, count = _loss_sum(spec, output, batch, config)
+    _note(count)
+    return losses
+
+
+def _loss_sum(spec: ModelSpec, output: Output, batch: Batch, config: Config) -> tuple[Tensor, Tensor | None]:
+    """Returns the sum of losses over the true rows, and what it is over if `spec.loss` says so."""
+    weight = batch["weight"]
     with autocast(batch, config):
-        losses = row_losses(spec, output, batch, config.data.label)
-    return (losses.float() * batch["weight"]).sum()
+        losses, counts = row_losses(spec, output, batch, config.data.label)
+    if counts is not None:
+        by_weight = config.data.weight_mean == "weights" or (_noted is not None and _noted.by_weight)
+        counts = (counts * (weight.double() if by_weight else (weight > 0).double())).sum()
+    return (losses.float() * weight).sum(), counts
 
 
 def autocast(batch: Batch, config: Config) -> contextlib.AbstractContextManager[Any]:
@@ -326,19 +425,41 @@ def autocast(batch: Batch, config: Config) -> contextlib.AbstractContextManager[
     return torch.autocast(batch["weight"].device.type, dtype=dtype) if dtype else contextlib.nullcontext()
 
 
-def _batch_loss_sum(spec: ModelSpec, model: nn.Module, batch: Batch, config: Config, call: Call) -> Tensor:
-    """The mean loss of the true rows, times what it is over; 0 with a gradient of 0 if there are none."""
+def _batch_loss_sum(
+    spec: ModelSpec, model: nn.Module, batch: Batch, config: Config, call: Call
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the sum of losses of the true rows, and what it is over if the loss says so, () float64.
+
+    The sum is 0 with a gradient of 0 if there are none.
+    """
     rows = true_rows(batch, model)
     note_rows(model, rows["weight"])
     assert spec.batch_loss is not None
-    with of_true_rows(batch["weight"]):
-        mean = call(spec.batch_loss, rows)
-    if not isinstance(mean, Tensor) or mean.numel() != 1:
-        found = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
-        raise ValueError(f"spec.batch_loss: expected the mean loss of the rows, a tensor with one value, found {found}")
-    count = count_of(spec, batch, config).float()
+    with of_true_rows(batch["weight"]), means_over_labels(model) as means:
+        returned = call(spec.batch_loss, rows)
+    share = (batch["weight"] > 0).sum() / len(rows["weight"])  # 0.5 of a row that is there twice, 0 of padding
+    if isinstance(returned, (tuple, list)) and len(returned) == 2:
+        total, count = (each if isinstance(each, Tensor) else torch.as_tensor(each) for each in returned)
+        if not isinstance(returned[0], Tensor) or total.numel() != 1 or count.numel() != 1:
+            raise ValueError(
+                "spec.batch_loss: expected (sum of losses, what their mean is over), each with one value, found "
+                f"{in_words(returned)}"
+            )
+        _check_count("spec.batch_loss", "the count", count, spec)
+        share = share.to(total.device)
+        total = torch.where(share > 0, total.reshape(()).float(), 0) * share
+        return total, count.to(share.device).reshape(()).double() * share
+    if not isinstance(returned, Tensor) or returned.numel() != 1:
+        found = f"shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else type(returned).__name__
+        raise ValueError(
+            f"spec.batch_loss: expected the mean loss of the rows, a tensor with one value, found {found}; or return "
+            "(sum of losses, what their mean is over)"
+        )
+    labels = None if spec.count is not None else of_mean(returned, means)
+    noted = None if labels is None else labels.double() * share
+    count = (count_of(spec, batch, config) if noted is None else noted).float()
     # A mean over nothing is NaN in torch, and counts nothing here.
-    return torch.where(count > 0, mean.reshape(()).float(), 0) * count
+    return torch.where(count > 0, returned.reshape(()).float(), 0) * count, noted
 
 
 def true_rows(batch: Batch, model: nn.Module) -> Batch:

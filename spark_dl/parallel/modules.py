@@ -214,7 +214,7 @@ def synchronize_batchnorm(
         set_weights(batch)
         return spec.output(module, batch, config.inputs)
 
-    def batch_loss(module: nn.Module, batch: Batch) -> Tensor:
+    def batch_loss(module: nn.Module, batch: Batch) -> Any:
         assert spec.batch_loss is not None
         set_weights(batch)
         return spec.batch_loss(module, batch)

@@ -61,6 +61,10 @@ class Trainable:
     sum_over_data: Callable[[Tensor], None] | None = None
     """Sums a tensor over the ranks that train the same layers on different rows, in place. Collective. None: these are
     all ranks."""
+    takes_counts: bool = True
+    """Whether a loss may say itself, `(losses, weights)` or `(sum, count)`, what it is over. The loop then calls
+    `forward_backward` with the rows of the global batch, and scales `.grad` by rows / count. False if `.grad` is of
+    another batch then, or is not of the global batch."""
     row_ranks: RowRanks | None = None
     """The ranks that compute a step together on different rows, for `spark_dl.gather_rows`. None: it is an error."""
     state: MeshState | None = None

@@ -8,6 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional as F
 
@@ -129,6 +130,47 @@ def losses_of_rows(output, batch):
     return F.cross_entropy(output, batch["label"], reduction="none")
 
 
+def losses_and_weights(output, batch):
+    return F.cross_entropy(output, batch["label"], reduction="none"), WEIGHTS[batch["label"]]
+
+
+def tags_with_weights(output, label):
+    """Of each token, and 0 for padding, of which there is a value only because rows are as long as the longest."""
+    return F.cross_entropy(output, label, reduction="none"), (label > 0).float()
+
+
+def sum_and_count(model, batch):
+    return token_losses(model, batch).sum(), batch["tags_mask"].sum()
+
+
+def build_gpt2():
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=6, n_positions=8, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        )
+    )
+
+
+def loss_of_transformers(model, batch):
+    labels = batch["tokens"].masked_fill(~batch["tokens_mask"], -100)
+    return model(input_ids=batch["tokens"], attention_mask=batch["tokens_mask"].long(), labels=labels).loss
+
+
+def build_tagger_of_transformers():
+    return transformers.BertForTokenClassification(
+        transformers.BertConfig(
+            vocab_size=6, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+            max_position_embeddings=8, num_labels=4, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+        )
+    )  # fmt: skip
+
+
+def tags_of_transformers(model, batch):
+    mask = batch["tokens_mask"]
+    labels = batch["tags"].masked_fill(~mask, -100)
+    return model(input_ids=batch["tokens"], attention_mask=mask.long(), labels=labels).loss
+
+
 POINTS, TAGS = {"features": ("features",)}, {"features": ("tokens",), "label": "tags"}
 CASES = {  # the spec, what a plain loop minimizes, and the columns
     "class weights": (ModelSpec(build=build_mlp, loss=nn.CrossEntropyLoss(weight=WEIGHTS)), weighted_mean, POINTS),
@@ -155,6 +197,17 @@ CASES = {  # the spec, what a plain loop minimizes, and the columns
         ModelSpec(build=Tagger, batch_loss=mean_over_tokens, count=num_tokens),
         mean_over_tokens, {"features": ("tokens", "tags"), "label": None},
     ),
+    "losses and weights": (ModelSpec(build=build_mlp, loss=losses_and_weights), weighted_mean,
+                           {**POINTS, "label": None, "labels": ("label",)}),
+    "tags with weights": (ModelSpec(build=Tagger, loss=tags_with_weights), mean_over_tokens, TAGS),
+    "sum and count": (
+        ModelSpec(build=Tagger, batch_loss=sum_and_count),
+        mean_over_tokens, {"features": ("tokens", "tags"), "label": None},
+    ),
+    "GPT-2": (ModelSpec(build=build_gpt2, batch_loss=loss_of_transformers), loss_of_transformers,
+              {"features": ("tokens",), "label": None}),
+    "BERT": (ModelSpec(build=build_tagger_of_transformers, batch_loss=tags_of_transformers), tags_of_transformers,
+             {"features": ("tokens", "tags"), "label": None}),
     "weights of rows": (
         ModelSpec(build=build_mlp, loss="CrossEntropyLoss"), by_importance,
         {**POINTS, "weight": "importance", "weight_mean": "weights"},
@@ -245,7 +298,9 @@ STRATEGIES = {
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["class weights", "tags", "count", "ignore_index", "weights of rows"])
+@pytest.mark.parametrize("name", [
+    "class weights", "tags", "count", "ignore_index", "weights of rows", "losses and weights", "sum and count", "GPT-2",
+])  # fmt: skip
 def test_the_mean_is_that_of_one_process_under_every_strategy(tmp_path, name, strategy):
     num_ranks, settings = STRATEGIES[strategy]
     if strategy == "horovod":
@@ -254,6 +309,38 @@ def test_the_mean_is_that_of_one_process_under_every_strategy(tmp_path, name, st
     config = config_of(name, num_ranks, parallel=parallel(**settings))
     config = dataclasses.replace(config, loader=dataclasses.replace(config.loader, **streams))
     assert_as_plain_loop(tmp_path, name, config)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pipeline": 2, "schedule": "gpipe"},
+        {"tensor": 2},
+        {"pipeline": 2, "schedule": "gpipe", "zero_stage": 1},
+    ],
+)
+def test_losses_with_weights_have_the_mean_of_one_process_in_parts_of_a_model(tmp_path, settings):
+    config = config_of("losses and weights", 4, {"accumulation_steps": 2}, parallel=parallel("mesh", **settings))
+    assert_as_plain_loop(tmp_path, "losses and weights", config)
+
+
+def test_losses_that_count_themselves_are_an_error_where_ranks_step_alone(tmp_path):
+    config = config_of("sum and count", 2, parallel=parallel("local_sgd"))
+    with pytest.raises(RankFailed, match=r"expected ddp, .*found 'local_sgd'; say it by ModelSpec\(count="):
+        trained(tmp_path, "sum and count", config)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize(("name", "same"), [("tags with weights", "tags"), ("sum and count", "count"), ("GPT-2", None)])
+def test_the_validation_divides_by_what_the_losses_count(tmp_path, name, same, num_ranks):
+    config = config_of(name, num_ranks, {"validation_fraction": 0.3, "epochs": 1})
+    result, _, _ = trained(tmp_path / "one", name, config)
+    if same is None:  # what it is on one rank
+        same, config = name, config_of(name, 1, {"validation_fraction": 0.3, "epochs": 1})
+    else:
+        config = config_of(same, num_ranks, {"validation_fraction": 0.3, "epochs": 1})
+    expected, _, _ = trained(tmp_path / "other", same, config)
+    assert result["metrics"]["loss"] == pytest.approx(expected["metrics"]["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

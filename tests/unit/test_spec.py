@@ -134,20 +134,20 @@ def batch_of(rows=3, **columns):
 
 
 def test_row_losses_are_one_value_per_row():
-    torch.testing.assert_close(row_losses(ModelSpec(build=build), OUTPUT, batch_of(), "label"), PER_ROW)
+    torch.testing.assert_close(row_losses(ModelSpec(build=build), OUTPUT, batch_of(), "label")[0], PER_ROW)
 
 
 @pytest.mark.parametrize("shape", [(3, 1), (3, 4), (3, 2, 5)])
 def test_further_axes_are_averaged(shape):
     losses = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
     spec = ModelSpec(build=build, loss=lambda output, label: losses)
-    torch.testing.assert_close(row_losses(spec, OUTPUT, batch_of(), "label"), losses.reshape(3, -1).mean(1))
+    torch.testing.assert_close(row_losses(spec, OUTPUT, batch_of(), "label")[0], losses.reshape(3, -1).mean(1))
 
 
 def test_without_a_label_the_loss_reads_the_whole_batch():
     spec = ModelSpec(build=build, loss=lambda output, batch: batch["a"] * batch["b"])
     batch = batch_of(a=torch.tensor([1.0, 2.0, 3.0]), b=torch.tensor([2.0, 2.0, 2.0]))
-    assert row_losses(spec, OUTPUT, batch, None).tolist() == [2, 4, 6]
+    assert row_losses(spec, OUTPUT, batch, None)[0].tolist() == [2, 4, 6]
 
 
 @pytest.mark.parametrize(("losses", "found"), [
@@ -188,7 +188,7 @@ def test_B27_an_output_is_not_compared_with_the_labels_of_other_rows(loss, outpu
     with pytest.raises(ValueError, match=f"^spec.loss: {re.escape(shapes)}, so that .* expected the same shape"):
         row_losses(ModelSpec(build=build, loss=loss), torch.zeros(output), batch, "label")
     same = {"label": torch.zeros(output), "weight": torch.ones(3)}
-    assert row_losses(ModelSpec(build=build, loss=loss), torch.ones(output), same, "label").shape == (3,)
+    assert row_losses(ModelSpec(build=build, loss=loss), torch.ones(output), same, "label")[0].shape == (3,)
 
 
 @pytest.mark.parametrize("loss", ["MSELoss", "L1Loss", "HuberLoss", "PoissonNLLLoss",
@@ -205,7 +205,7 @@ def test_B27_an_output_is_not_repeated_for_several_labels(loss, output, label):
 def test_a_label_is_repeated_by_a_function_of_the_user_alone():
     batch = {"label": torch.zeros(4, 1), "weight": torch.ones(4)}
     spec = ModelSpec(build=build, loss=lambda output, label: (output - label).abs())
-    assert row_losses(spec, torch.ones(4, 3), batch, "label").tolist() == [1.0] * 4
+    assert row_losses(spec, torch.ones(4, 3), batch, "label")[0].tolist() == [1.0] * 4
     with pytest.raises(ValueError, match="so that torch repeats values"):
         row_losses(ModelSpec(build=build, loss="L1Loss"), torch.ones(4, 3), batch, "label")
 

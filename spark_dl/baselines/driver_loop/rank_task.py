@@ -37,7 +37,7 @@ from spark_dl.gather import RowRanks, gathering
 from spark_dl.launch.code import payload
 from spark_dl.launch.failures.errors import describe, failed_in_task
 from spark_dl.launch.rank import gpus
-from spark_dl.parallel.loss import count_of
+from spark_dl.parallel.loss import count_of, noting_counts
 from spark_dl.parallel.stragglers import delay_s
 from spark_dl.parallel.trainable import add_gradients
 from spark_dl.spec import Position, Run
@@ -122,7 +122,11 @@ def _compute(kept: _Kept, rank: int, step: Step) -> GradientSum:
     if spec.set_position is not None:
         spec.set_position(model, Position(step.epoch, step.step, step.global_step))
     factor = step.scale / step.rows
-    with _threads(config.launch.threads), gathering(RowRanks(1) if config.launch.num_ranks == 1 else None):
+    with (
+        _threads(config.launch.threads),
+        gathering(RowRanks(1) if config.launch.num_ranks == 1 else None),
+        noting_counts() as noted,
+    ):
         total = add_gradients(spec, model, batches, config, device=device, scale=lambda losses: losses * factor)
     finding = None
     if config.train.precision != "fp16":  # with fp16, the scaler on the driver skips a step that overflows
@@ -131,7 +135,8 @@ def _compute(kept: _Kept, rank: int, step: Step) -> GradientSum:
     gradient, used = flat_gradient(parameters)
     buffers = to_arrays(list(model.buffers())) if rank == 0 else None  # DDP, too, uses the buffers of rank 0
     seconds = {rank: (data_s, time.perf_counter() - start - data_s)}
-    count = float(sum(count_of(spec, batch, config) for batch in batches))
+    own_count = noted.total()
+    count = float(sum(count_of(spec, batch, config) for batch in batches) if own_count is None else own_count)
     return GradientSum(gradient, float(total), used, buffers, finding, seconds, count)
 
 

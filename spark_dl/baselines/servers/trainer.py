@@ -21,7 +21,7 @@ from spark_dl.config import Config
 from spark_dl.data.load.build import BatchLoader, build_train_loader
 from spark_dl.data.load.row_names import name_rows
 from spark_dl.gather import gathering
-from spark_dl.parallel.loss import Count, count_of
+from spark_dl.parallel.loss import Count, count_of, noting_counts
 from spark_dl.parallel.stragglers import delay_s
 from spark_dl.parallel.trainable import add_gradients
 from spark_dl.spec import Batch, ModelSpec, Run
@@ -189,11 +189,14 @@ class Trainer:
         rows = sum(int((batch["weight"] > 0).sum()) for batch in micro_batches)
         count = float(sum(count_of(self._spec, batch, self._config) for batch in micro_batches))
         total = torch.zeros((), device=self._flat.weights.device)
-        for batch in micro_batches:
-            if self._is_superseded(0.0):
-                return False
-            with gathering(None):
+        with gathering(None), noting_counts() as noted:
+            for batch in micro_batches:
+                if self._is_superseded(0.0):
+                    return False
                 total += add_gradient(self._spec, self._flat, [batch], count, self._config)
+        if (own_count := noted.total()) is not None:
+            self._flat.gradients *= (count or 1) / (float(own_count) or 1)
+            count = float(own_count)
         if self._is_superseded(0.0):
             return False
         if (finding := self._find(total, order)) is not None:

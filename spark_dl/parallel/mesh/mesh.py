@@ -26,7 +26,7 @@ from spark_dl.nn.moe import moe_layers
 from spark_dl.parallel import ddp
 from spark_dl.parallel.ddp import DDP
 from spark_dl.parallel.exchange_clock import ExchangeClock, build_clock
-from spark_dl.parallel.loss import Call, Count
+from spark_dl.parallel.loss import Call, Count, noting_counts
 from spark_dl.parallel.mesh.build import Part, build_part
 from spark_dl.parallel.mesh.flat import FlatGradients, SameCalls, local, whole_again_named
 from spark_dl.parallel.mesh.groups import Groups, build_groups
@@ -331,6 +331,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         counts=groups.at.tensor == 0,
         sync_weights=training.sync_weights,
         sum_over_data=training.sum_over_data,
+        takes_counts=not isinstance(part.pipeline, PipeDream),
         row_ranks=RowRanks(1 if groups.data is None else groups.data.size(), groups.data),
         clock=clock,
         state=state,
@@ -385,7 +386,8 @@ class MeshTraining:
             _check_same_rows(micro_batches, self._groups, self._world)
             self._is_first_step = False
             if self._check is not None:
-                self._check.compare(micro_batches, count, self.forward_backward)
+                with noting_counts():  # of this pass, which is not one of a step
+                    self._check.compare(micro_batches, count, self.forward_backward)
         pipeline, flat = self._part.pipeline, self._flat
         if isinstance(pipeline, PipeDream):
             total = pipeline.forward_backward(micro_batches, count)

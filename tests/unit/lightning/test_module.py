@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from spark_dl import Config, Data, ModelSpec
-from spark_dl.parallel.loss import weighted_loss_sum
+from spark_dl.parallel.loss import noting_counts, weighted_loss_sum
 from spark_dl.spec import Position
 from tests.builders.lightning_modules import Classifier
 
@@ -273,3 +273,29 @@ class AsksTheTrainer(Classifier):
 def test_what_a_step_must_not_do_is_an_error(build, error, fact):
     with pytest.raises(error, match=fact):
         loss_of(build)
+
+
+class Counting(Classifier):
+    """Its loss is a mean over the labels of class 1 and above."""
+
+    def training_step(self, batch, batch_idx):
+        losses = nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="none")
+        return {"loss": ((losses * (batch[1] > 0)).sum(), (batch[1] > 0).sum())}
+
+    def validation_step(self, batch, batch_idx):
+        return self.training_step(batch, batch_idx)
+
+
+def test_a_step_may_return_the_sum_of_losses_and_what_their_mean_is_over():
+    spec = ModelSpec.from_lightning(Counting)
+    model = spec.build_to_train()
+    losses = nn.functional.cross_entropy(model(BATCH["features"]), BATCH["label"], reduction="none").detach()
+    counted = losses[BATCH["label"] > 0]
+    with noting_counts() as noted:
+        _, total = weighted_loss_sum(spec, model, BATCH, CONFIG)
+    assert total.item() == pytest.approx(counted.sum().item())
+    assert noted.total().item() == len(counted) < len(losses)
+    evaluation = spec.evaluation(model)
+    for rows in (slice(0, 1), slice(1, None)):
+        evaluation.update({name: tensor[rows] for name, tensor in BATCH.items()})
+    assert evaluation.compute()["loss"] == pytest.approx(counted.mean().item())

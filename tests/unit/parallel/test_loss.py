@@ -7,7 +7,7 @@ from torch import nn
 from spark_dl import Config, Data, ModelSpec, Train
 from spark_dl.launch.failures.errors import is_retryable
 from spark_dl.nn import MoE
-from spark_dl.parallel.loss import count_of, element_weights, true_rows, weighted_loss_sum
+from spark_dl.parallel.loss import count_of, element_weights, noting_counts, true_rows, weighted_loss_sum
 from spark_dl.parallel.trainable import add_gradients
 from spark_dl.training.finite import NotFiniteTrainingError
 
@@ -66,6 +66,78 @@ LOSS = torch.tensor(1.0, dtype=torch.bfloat16)
 def test_B27_a_mean_must_be_one_value(loss, found):
     spec = ModelSpec(build=nn.Identity, batch_loss=lambda model, batch: loss)
     with pytest.raises(ValueError, match=rf"spec\.batch_loss: expected the mean loss.*found {found}"):
+        weighted_loss_sum(spec, nn.Identity(), batch_of([1.0, 1.0]), CONFIG)
+
+
+def weighted(output, label):
+    return (output - label[:, None]).square(), torch.tensor([[1.0, 2.0]]).expand_as(output)
+
+
+def test_losses_with_weights_are_summed_and_say_what_their_mean_is_over():
+    spec, batch = ModelSpec(build=nn.Identity, loss=weighted), batch_of([1.0, 0.5, 0.0])
+    with noting_counts() as noted:
+        output, total = weighted_loss_sum(spec, nn.Identity(), batch, CONFIG)
+    losses = (output - 1).square() * torch.tensor([1.0, 2.0]) * torch.tensor([[1.0], [0.5], [0.0]])
+    torch.testing.assert_close(total, losses.sum())
+    assert noted.total().item() == 6
+    with noting_counts(by_weight=True) as noted:
+        weighted_loss_sum(spec, nn.Identity(), batch, CONFIG)
+    assert noted.total().item() == 4.5
+
+
+def test_a_loss_that_is_not_finite_where_its_weight_is_0_counts_nothing():
+    x = torch.tensor([[0.0, 1.0]], requires_grad=True)
+    spec = ModelSpec(build=nn.Identity, loss=lambda output, label: (1 / output, (output > 0).float()))
+    _, total = weighted_loss_sum(spec, nn.Identity(), {**batch_of([1.0]), "x": x}, CONFIG)
+    assert total.item() == 1
+
+
+@pytest.mark.parametrize(("weight", "count"), [([1.0, 1.0, 1.0], 6.0), ([1.0, 0.0, 1.0], 4.0), ([0.0, 0.0], 0.0)])
+def test_a_sum_with_its_count_is_of_the_true_rows(weight, count):
+    spec = ModelSpec(
+        build=nn.Identity, batch_loss=lambda model, batch: (model(batch["x"]).sum(), 2 * len(batch["label"]))
+    )
+    batch = batch_of(weight)
+    with noting_counts() as noted:
+        _, total = weighted_loss_sum(spec, nn.Identity(), batch, CONFIG)
+    assert total.item() == (batch["x"] * (batch["weight"] > 0)[:, None]).sum()
+    assert noted.total().item() == count
+
+
+def test_a_row_that_is_there_twice_for_a_batchnorm_counts_once():
+    spec = ModelSpec(build=nn.Identity, batch_loss=lambda model, batch: (batch["x"].sum(), len(batch["x"])))
+    batch = batch_of([0.0, 1.0])
+    with noting_counts() as noted:
+        _, total = weighted_loss_sum(spec, nn.BatchNorm1d(2), batch, CONFIG)
+    assert total.item() == batch["x"][1].sum()
+    assert noted.total().item() == 1
+
+
+@pytest.mark.parametrize(("loss", "message"), [
+    (lambda output, label: (output, label), r"of one shape, \(2, \.\.\.\), found \[\(2, 2\) float32, \(2,\)"),
+    (lambda output, label: (output, output, output), "two tensors of one shape"),
+    (lambda output, label: (output.sum(), output.sum()), "two tensors of one shape"),
+    (lambda output, label: (output, nn.Parameter(output)), r"expected weights without a gradient.*weights\.detach"),
+])  # fmt: skip
+def test_B27_losses_with_weights_that_do_not_fit_are_an_error(loss, message):
+    with pytest.raises(ValueError, match=f"spec.loss: .*{message}"):
+        weighted_loss_sum(ModelSpec(build=nn.Identity, loss=loss), nn.Identity(), batch_of([1.0, 1.0]), CONFIG)
+
+
+@pytest.mark.parametrize(("returned", "message"), [
+    ((torch.ones(2), 1), r"expected \(sum of losses, what their mean is over\), each with one value, found"),
+    ((1.0, 1), ".*each with one value"),
+    ((torch.ones(()), torch.ones((), requires_grad=True)), "expected the count without a gradient"),
+])  # fmt: skip
+def test_B27_a_sum_with_a_count_that_does_not_fit_is_an_error(returned, message):
+    spec = ModelSpec(build=nn.Identity, batch_loss=lambda model, batch: returned)
+    with pytest.raises(ValueError, match=f"spec.batch_loss: {message}"):
+        weighted_loss_sum(spec, nn.Identity(), batch_of([1.0, 1.0]), CONFIG)
+
+
+def test_B27_what_a_mean_is_over_is_said_once():
+    spec = ModelSpec(build=nn.Identity, loss=weighted, count=lambda batch: 1)
+    with pytest.raises(ValueError, match=r"spec\.loss: it returns weights, so spec\.count has no effect"):
         weighted_loss_sum(spec, nn.Identity(), batch_of([1.0, 1.0]), CONFIG)
 
 

@@ -109,6 +109,8 @@ def _gather_bytes(data: Tensor) -> list[Tensor]:
 
 def _gather_parts(rows: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
     """Gathers tensors that differ in their first axis alone, on their device, by rank. # rows: (rows of a rank, ...)"""
+    if rows.dtype == torch.bool:  # which not all backends send
+        return [part.bool() for part in _gather_parts(rows.byte(), group)]
     length = torch.tensor([len(rows)], device=rows.device)
     gathered_lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered_lengths, length, group=group)
@@ -211,20 +213,36 @@ def gather_rows(tensor: Tensor, batch: Mapping[str, Tensor] | None = None) -> Te
         >>> spark_dl.ModelSpec(build=lambda: torch.nn.Identity(), batch_loss=contrastive)
     """
     rows = _true_rows_of(tensor, batch)
-    if _step is None:
-        ranks = RowRanks(dist.get_world_size() if dist.is_initialized() else 1)
-    else:
-        _step.calls += 1
-        if _step.micro_batches > 1:
-            raise ValueError(
-                f"spark_dl.gather_rows: found train.accumulation_steps={_step.micro_batches}, expected 1: the rows of "
-                "the other micro-batches are not there when the loss of one of them is computed; use more ranks, or a "
-                "smaller train.global_batch_size"
-            )
-        if isinstance(_step.ranks, str):
-            raise ValueError(f"spark_dl.gather_rows: {_step.ranks}")
-        ranks = _step.ranks
+    if _step is not None and _step.micro_batches > 1:
+        raise ValueError(
+            f"spark_dl.gather_rows: found train.accumulation_steps={_step.micro_batches}, expected 1: the rows of "
+            "the other micro-batches are not there when the loss of one of them is computed; return the rows from "
+            "ModelSpec(embed=...) and compare them in ModelSpec(global_loss=...), use more ranks, or a smaller "
+            "train.global_batch_size"
+        )
+    ranks = _ranks_of_step()
     return rows if ranks.num == 1 else _GatherRows.apply(rows, ranks.group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gather_all_rows(rows: Tensor) -> tuple[Tensor, int]:
+    """Returns the rows of all ranks, without a gradient, and the place of this rank's among them. Collective.
+
+    Raises ValueError for a strategy whose ranks do not compute a step together.
+    """
+    ranks = _ranks_of_step()
+    if ranks.num == 1:
+        return rows.detach(), 0
+    parts = _gather_parts(rows.detach(), ranks.group)
+    return torch.cat(parts), sum(map(len, parts[: dist.get_rank(ranks.group)]))
+
+
+def _ranks_of_step() -> RowRanks:
+    if _step is None:
+        return RowRanks(dist.get_world_size() if dist.is_initialized() else 1)
+    _step.calls += 1
+    if isinstance(_step.ranks, str):
+        raise ValueError(f"spark_dl.gather_rows: {_step.ranks}")
+    return _step.ranks
 
 
 def _true_rows_of(tensor: Tensor, batch: Mapping[str, Tensor] | None) -> Tensor:

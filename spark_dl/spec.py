@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map
 
 from spark_dl.config.checks import suggestion
 from spark_dl.config.data import Assembled
+from spark_dl.gather import gather_rows
 from spark_dl.optimization import Optimization
 
 if TYPE_CHECKING:
@@ -33,8 +35,8 @@ Batch = Mapping[str, Tensor]
 """Columns by name, each [rows, *shape of a cell] with the dtype of `data.cast`, else the stored one, and `weight`,
 [rows] float32: 1, or the value of `data.weight`, for a true row, 0 for padding."""
 FUNCTIONS = (
-    "build", "forward", "predict", "transform", "augment", "optimizer", "batch_loss", "count", "evaluation",
-    "set_position",
+    "build", "forward", "predict", "transform", "augment", "optimizer", "batch_loss", "embed", "global_loss", "count",
+    "evaluation", "set_position",
 )  # fmt: skip
 """The fields of a `ModelSpec` that are functions, beside the loss and the metrics."""
 Output = Tensor | Mapping[str, Tensor] | Sequence[Tensor]
@@ -65,6 +67,17 @@ class Evaluation(Protocol):
 
     def compute(self) -> Mapping[str, Any]:
         """Returns numbers, or lists of numbers, by name, the same on all ranks. Collective."""
+
+
+@dataclass(frozen=True)
+class _GlobalLoss:
+    """The `batch_loss` of `embed` and `global_loss`."""
+
+    embed: Callable[[nn.Module, Batch], Any]
+    global_loss: Callable[[Any], Tensor]
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        return self.global_loss(tree_map(gather_rows, self.embed(model, batch)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +122,13 @@ class ModelSpec:
             no true row in a micro-batch, the batch is padding, of weight 0, and the result counts nothing. If it has
             one, and the model has a BatchNorm that needs two, the batch has this row twice. A loss that compares the
             rows of a batch gets those of all ranks from `gather_rows`.
+        embed: called with (model, batch), a batch of true rows as of `batch_loss`; returns the tensors that
+            `global_loss` compares: one, or a tuple or a dict of them, each [rows, ...].
+        global_loss: called with what `embed` returns for all rows of the global batch, in the order of ranks and
+            micro-batches; returns its mean loss, one value. Instead of `loss` and `batch_loss`, for a loss that
+            compares the rows of the global batch. With `train.accumulation_steps` above 1, each micro-batch is embedded
+            twice, the second time with gradients, so that memory is needed for one of them (GradCache, Gao et al. 2021,
+            arXiv:2101.06983).
         count: called with a batch of true rows; returns what the mean loss of these rows is over, if that is not the
             rows: the number of tokens, or the sum of the weights of classes. The loss of a step is then the mean over
             all of them in the global batch, on any number of ranks. Must depend on the batch alone. Unlike a count that
@@ -138,6 +158,8 @@ class ModelSpec:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Callable[[nn.Module], torch.optim.Optimizer | Optimization] | None = None
     batch_loss: Callable[[nn.Module, Batch], Tensor | tuple[Tensor, Tensor | float]] | None = None
+    embed: Callable[[nn.Module, Batch], Any] | None = None
+    global_loss: Callable[[Any], Tensor] | None = None
     count: Callable[[Batch], Tensor | float] | None = None
     evaluation: Callable[[nn.Module], Evaluation] | None = None
     set_position: Callable[[nn.Module, Position], None] | None = None
@@ -197,12 +219,29 @@ class ModelSpec:
                 )
         if isinstance(self.build, nn.Module):
             raise ValueError("spec.build: expected a function that returns the model, found the model itself")
+        self._take_global_loss()
         if self.batch_loss is None:
             object.__setattr__(self, "loss", build_loss("CrossEntropyLoss" if self.loss is None else self.loss))
         elif self.loss is not None:
             raise ValueError(
                 "spec.loss: has no effect with spec.batch_loss, which computes the loss; remove one of them"
             )
+
+    def _take_global_loss(self) -> None:
+        """Makes a `batch_loss` of `embed` and `global_loss`."""
+        if isinstance(self.batch_loss, _GlobalLoss):  # of the spec that `dataclasses.replace` has copied
+            object.__setattr__(self, "batch_loss", None)
+        for name, other in (("embed", "global_loss"), ("global_loss", "embed")):
+            if getattr(self, name) is not None and getattr(self, other) is None:
+                raise ValueError(f"spec.{name}: expected spec.{other}, too, found none")
+        if self.embed is None or self.global_loss is None:
+            return
+        for name in ("batch_loss", "count"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"spec.{name}: has no effect with spec.global_loss, the mean loss of all rows; remove it"
+                )
+        object.__setattr__(self, "batch_loss", _GlobalLoss(self.embed, self.global_loss))
 
     def build_to_train(self) -> nn.Module:
         """Builds the model in training mode. Called on every rank. Raises ValueError for another type."""

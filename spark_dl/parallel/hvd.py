@@ -23,6 +23,7 @@ from spark_dl.config.checks import check_choices, check_number
 from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
 from spark_dl.config.strategies import Strategy
+from spark_dl.gather import RowRanks
 from spark_dl.optimization import trained_by
 from spark_dl.parallel.exchange_clock import build_clock
 from spark_dl.parallel.loss import Count
@@ -127,6 +128,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         step=step,
         skip_step=scaler.skip,
         extra_state=scaler.state,
+        row_ranks=RowRanks(world.world_size),
         clock=clock,
         sync_weights=lambda: broadcast_from_rank0(dict(model.named_buffers())),
         close=close,

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from spark_dl.gather import of_true_rows
+from spark_dl.gather import gather_all_rows, of_true_rows
+from spark_dl.generators import generators_kept
 from spark_dl.nn.label_means import means_over_labels, of_mean
 from spark_dl.nn.moe import add_auxiliary_losses, note_rows
+from spark_dl.parallel.modules import module_state_kept
 from spark_dl.spec import Batch, ModelSpec, Output, SumOverRow
 
 if TYPE_CHECKING:
@@ -460,6 +463,75 @@ def _batch_loss_sum(
     count = (count_of(spec, batch, config) if noted is None else noted).float()
     # A mean over nothing is NaN in torch, and counts nothing here.
     return torch.where(count > 0, returned.reshape(()).float(), 0) * count, noted
+
+
+class CachedGlobalLoss:
+    """`weighted_loss_sum` of a step with several micro-batches, whose `spec.global_loss` compares all of their rows.
+
+    GradCache (Gao et al. 2021, arXiv:2101.06983): all micro-batches are embedded without gradients, the loss of the
+    embeddings of all ranks is differentiated by them, and each micro-batch is embedded once more, with the same random
+    numbers, to pass its part of this gradient on to the weights. Collective.
+
+    Args:
+        batches: of the step, on the device, in the order in which they are computed once more.
+        call: as of `weighted_loss_sum`.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, model: nn.Module, batches: Iterable[Batch], config: Config, *, call: Call | None = None
+    ):  # fmt: skip
+        self._spec, self._model, self._config = spec, model, config
+        self._call = call or (lambda function, batch: function(model, batch))
+        devices = {p.device for p in model.parameters()}
+        gpus = sorted(device.index for device in devices if device.type == "cuda" and device.index is not None)
+        with generators_kept(gpus), module_state_kept(model), torch.no_grad():
+            embedded = [self._embed(batch) for batch in batches]
+        own = [torch.cat(parts) for parts in zip(*(leaves for leaves, _ in embedded), strict=True)]
+        gathered = [gather_all_rows(leaf) for leaf in own]
+        with torch.enable_grad():
+            everywhere = [rows.requires_grad_(rows.is_floating_point()) for rows, _ in gathered]
+            assert spec.global_loss is not None
+            with autocast({"weight": everywhere[0]}, config):
+                loss = spec.global_loss(tree_unflatten(everywhere, embedded[0][1]))
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise ValueError(
+                    "spec.global_loss: expected the mean loss of the global batch, a tensor with one value, found "
+                    f"{in_words(loss)}"
+                )
+            differentiable = [rows for rows in everywhere if rows.requires_grad]
+            found = iter(torch.autograd.grad(loss.float().reshape(()), differentiable, allow_unused=True))
+        self._loss, self._rows = loss.detach().float().reshape(()), len(everywhere[0])
+        gradients = [next(found) if rows.requires_grad else None for rows in everywhere]
+        lengths = [len(leaves[0]) for leaves, _ in embedded]
+        of_leaves = [
+            [None] * len(lengths) if g is None else g[start : start + sum(lengths)].split(lengths)
+            for g, (_, start) in zip(gradients, gathered, strict=True)
+        ]
+        self._gradients = iter(zip(*of_leaves, strict=True))
+
+    def _embed(self, batch: Batch) -> tuple[list[Tensor], Any]:
+        """Returns the tensors of `spec.embed` for the true rows of a batch, and how they are arranged."""
+        rows = true_rows(batch, self._model)
+        note_rows(self._model, rows["weight"])
+        assert self._spec.embed is not None
+        with autocast(batch, self._config):
+            leaves, structure = tree_flatten(self._call(self._spec.embed, rows))
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor) or leaf.shape[:1] != rows["weight"].shape:
+                raise ValueError(
+                    f"spec.embed: expected tensors with one entry for each of the {len(rows['weight'])} rows, found "
+                    f"{in_words(leaf)}"
+                )
+        return [leaf[: int((batch["weight"] > 0).sum())] for leaf in leaves], structure
+
+    def __call__(self, *, batch: Batch) -> tuple[None, Tensor]:
+        """Returns None, and the sum of losses, as `weighted_loss_sum` does."""
+        leaves, _ = self._embed(batch)
+        pairs = [(leaf.float(), g) for leaf, g in zip(leaves, next(self._gradients), strict=True) if g is not None]
+        # Its gradient is that of the mean loss, which the strategy divides by the rows.
+        surrogate = self._rows * torch.stack([(leaf * g).sum() for leaf, g in pairs]).sum()
+        total = surrogate + (self._loss * len(leaves[0]) - surrogate).detach()
+        return None, add_auxiliary_losses(self._model, total, lambda: (batch["weight"] > 0).sum())
 
 
 def true_rows(batch: Batch, model: nn.Module) -> Batch:

@@ -219,6 +219,13 @@ def synchronize_batchnorm(
         set_weights(batch)
         return spec.batch_loss(module, batch)
 
+    def embed(module: nn.Module, batch: Batch) -> Any:
+        assert spec.embed is not None
+        set_weights(batch)
+        return spec.embed(module, batch)
+
+    if spec.embed is not None:
+        return dataclasses.replace(spec, forward=forward, embed=embed), model
     by_batch = None if spec.batch_loss is None else batch_loss
     return dataclasses.replace(spec, forward=forward, batch_loss=by_batch), model
 

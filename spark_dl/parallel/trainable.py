@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from spark_dl.gather import RowRanks
 from spark_dl.optimization import Optimization, check_parameters, scale_rates
 from spark_dl.parallel.exchange_clock import ExchangeClock, StepClock
-from spark_dl.parallel.loss import Call, Count, check_ignored, misfits_named, weighted_loss_sum
+from spark_dl.parallel.loss import CachedGlobalLoss, Call, Count, check_ignored, misfits_named, weighted_loss_sum
 from spark_dl.parallel.modules import to_device
 from spark_dl.spec import Batch, ModelSpec, Output
 
@@ -90,13 +91,19 @@ def add_gradients(
         clock: measures how long the backward passes wait for exchanges after their last gradient.
     """
     total = torch.zeros((), device=device)
+    compute: Callable[..., tuple[Output | None, Tensor]] = functools.partial(
+        weighted_loss_sum, spec, model, config=config, call=call
+    )
+    if spec.embed is not None and config.train.accumulation_steps > 1:
+        batches = (to_device(batch, device, config) for batch in micro_batches)
+        compute = CachedGlobalLoss(spec, model, batches, config, call=call)
     for i, batch in enumerate(micro_batches):
         check_ignored(spec, batch, config.data.label)
         on_device = to_device(batch, device, config)
         is_last = i == len(micro_batches) - 1
         with contextlib.nullcontext() if is_last else before_last():
             with misfits_named(on_device):
-                _, losses = weighted_loss_sum(spec, model, on_device, config, call=call)
+                _, losses = compute(batch=on_device)
             scaled = scale(losses)
             if clock is not None:
                 clock.watch_backward(scaled)

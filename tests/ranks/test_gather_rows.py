@@ -1,5 +1,8 @@
 """A loss that compares the rows of a global batch trains the weights of one process, on any number of ranks."""
 
+import dataclasses
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +11,7 @@ from torch import nn
 
 import spark_dl
 from spark_dl import ModelSpec, worker
-from spark_dl.data.load.build import build_loader
+from spark_dl.data.load.build import build_loader, build_train_loader
 from spark_dl.evaluate import load_model
 from spark_dl.launch.rank.environment import restored_process
 from spark_dl.rundir import checkpoint
@@ -185,6 +188,111 @@ def test_where_the_rows_of_all_ranks_are_not_there_it_is_an_error(tmp_path, trai
     config = small_config(num_ranks, {**SGD, **train}, COLUMNS, parallel=parallel(**settings))
     with pytest.raises(RankFailed, match=message):
         trained(tmp_path, dataset(tmp_path, 245), config)
+
+
+def embed(model, batch):
+    images, texts = model(batch["image"], batch["text"])
+    return {"images": images, "texts": texts, "is_true": batch["weight"] > 0}
+
+
+def compare(rows):
+    assert rows["is_true"].all()
+    return contrastive(rows["images"], rows["texts"])
+
+
+GLOBAL = ModelSpec(build=TwoTowers, embed=embed, global_loss=compare)
+
+
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("rows", [240, 245, 193])
+@pytest.mark.parametrize("accumulation_steps", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_global_loss_compares_the_rows_of_all_micro_batches(tmp_path, num_ranks, accumulation_steps, rows):
+    train = {**SGD, "accumulation_steps": accumulation_steps}
+    data, config = dataset(tmp_path, rows), small_config(num_ranks, train, COLUMNS)
+    _, weights = trained(tmp_path, data, config, GLOBAL)
+    assert_equal(weights, plain_loop(data, small_config(num_ranks, SGD, COLUMNS), contrastive))
+
+
+@pytest.mark.parametrize("strategy", [
+    (2, {"strategy": "mesh"}), (2, {"strategy": "mesh", "zero_stage": 1}), (2, {"strategy": "mesh", "zero_stage": 3}),
+    (4, {"strategy": "mesh", "tensor": 2}), (1, {"strategy": "single"}), (2, {"strategy": "horovod"}),
+])  # fmt: skip
+def test_a_global_loss_under_every_strategy_whose_ranks_step_together(tmp_path, strategy):
+    num_ranks, settings = strategy
+    if settings["strategy"] == "horovod":
+        pytest.importorskip("horovod.torch", reason="no horovod", exc_type=ImportError)
+    data, train = dataset(tmp_path, 245), {**SGD, "accumulation_steps": 2}
+    config = small_config(num_ranks, train, COLUMNS, parallel=parallel(**settings))
+    _, weights = trained(tmp_path, data, config, GLOBAL)
+    assert_equal(weights, plain_loop(data, small_config(1, SGD, COLUMNS), contrastive))
+
+
+class DropTowers(TwoTowers):
+    def __init__(self):
+        super().__init__()
+        self.text.insert(2, nn.Dropout(0.5))
+        self.text.insert(0, nn.BatchNorm1d(4))
+
+
+def test_a_micro_batch_that_is_embedded_twice_draws_the_same_numbers_and_counts_once(tmp_path):
+    """Also where the step is computed by autograd alone, through both micro-batches at once."""
+    data, train = dataset(tmp_path, 240), {**SGD, "accumulation_steps": 2, "max_steps": 3}
+    config = small_config(1, train, COLUMNS, parallel=parallel("single"))
+    _, weights = trained(tmp_path, data, config, dataclasses.replace(GLOBAL, build=DropTowers))
+    torch.manual_seed(config.train.seed)
+    model = DropTowers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.train.lr, momentum=0.9)
+    torch.manual_seed(config.train.seed + 1)
+    loader = build_train_loader(data, GLOBAL, config, rank=0, world_size=1)
+    for step in itertools.islice(loader.epoch(0), 3):
+        optimizer.zero_grad()
+        images, texts = zip(*(model(batch["image"], batch["text"]) for batch in step.micro_batches), strict=True)
+        contrastive(torch.cat(images), torch.cat(texts)).backward()
+        optimizer.step()
+    assert_equal(weights, model.state_dict())
+
+
+def test_the_loss_and_the_validation_of_a_global_loss_are_those_without_micro_batches(tmp_path):
+    data, found = dataset(tmp_path, 245), []
+    for steps in (1, 2):
+        train = {**SGD, "accumulation_steps": steps, "validation_fraction": 0.3}
+        result, _ = trained(tmp_path / str(steps), data, small_config(2, train, COLUMNS), GLOBAL)
+        found.append((result["train_loss"], result["metrics"]["loss"]))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def embed_two_rows(model, batch):
+    return model.image(batch["image"])[:2]
+
+
+def embed_nothing(model, batch):
+    return 1.0
+
+
+def embeddings(rows):
+    return rows["images"]
+
+
+@pytest.mark.parametrize(("spec", "message"), [
+    ({"embed": embed_two_rows}, r"spec\.embed: .*each of the \d+ rows, found \(2, 8"),
+    ({"embed": embed_nothing}, r"spec\.embed: .*found float"),
+    ({"global_loss": embeddings}, r"spec\.global_loss: expected the mean loss .*found \(24, 8\)"),
+])  # fmt: skip
+def test_B27_rows_and_global_losses_of_another_shape_are_an_error(tmp_path, spec, message):
+    config = small_config(2, {**SGD, "accumulation_steps": 2}, COLUMNS)
+    with pytest.raises(RankFailed, match=message):
+        trained(tmp_path, dataset(tmp_path, 240), config, dataclasses.replace(GLOBAL, **spec))
+
+
+def test_B27_a_global_loss_and_its_rows_are_given_together():
+    with pytest.raises(ValueError, match=r"spec\.embed: expected spec\.global_loss, too"):
+        ModelSpec(build=TwoTowers, embed=embed)
+    with pytest.raises(ValueError, match=r"spec\.count: has no effect with spec\.global_loss"):
+        dataclasses.replace(GLOBAL, count=len)
+    with pytest.raises(ValueError, match=r"spec\.batch_loss: has no effect with spec\.global_loss"):
+        ModelSpec(build=TwoTowers, embed=embed, global_loss=compare, batch_loss=of_global_batch)
+    assert dataclasses.replace(GLOBAL, build=DropTowers).batch_loss == GLOBAL.batch_loss
 
 
 def gather_of_other_rows(model, batch):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from spark_dl.data.dataset.records import ShardSet
     from spark_dl.data.load.local import RankRows
     from spark_dl.data.store.store import clean_store, store_shards
+    from spark_dl.data.write.groups import group_rows
     from spark_dl.data.write.shards import write_shards
     from spark_dl.doctor.doctor import diagnose
     from spark_dl.doctor.findings import Diagnosis, Finding
@@ -107,6 +108,7 @@ _MODULES = {
     "evaluate": "spark_dl.driver",
     "export": "spark_dl.scoring.export",
     "gather_rows": "spark_dl.gather",
+    "group_rows": "spark_dl.data.write.groups",
     "import_object": "spark_dl.spec",
     "launch": "spark_dl.driver",
     "load_config": "spark_dl.config.load",
@@ -174,6 +176,7 @@ __all__ = [
     "evaluate",
     "export",
     "gather_rows",
+    "group_rows",
     "import_object",
     "launch",
     "load_config",

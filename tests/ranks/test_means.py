@@ -171,6 +171,17 @@ def tags_of_transformers(model, batch):
     return model(input_ids=batch["tokens"], attention_mask=mask.long(), labels=labels).loss
 
 
+def listwise(output, batch):
+    """ListNet, with a group in each row: the cross entropy of its values. # returns: [rows]"""
+    mask = batch["tags_mask"]
+    wanted = batch["tags"].float().masked_fill(~mask, -torch.inf).softmax(1)
+    return -(wanted * output[:, 0].masked_fill(~mask, -1e9).log_softmax(1)).sum(1)
+
+
+def mean_of_groups(model, batch):
+    return listwise(model(batch["tokens"]), batch).mean()
+
+
 POINTS, TAGS = {"features": ("features",)}, {"features": ("tokens",), "label": "tags"}
 CASES = {  # the spec, what a plain loop minimizes, and the columns
     "class weights": (ModelSpec(build=build_mlp, loss=nn.CrossEntropyLoss(weight=WEIGHTS)), weighted_mean, POINTS),
@@ -208,6 +219,8 @@ CASES = {  # the spec, what a plain loop minimizes, and the columns
               {"features": ("tokens",), "label": None}),
     "BERT": (ModelSpec(build=build_tagger_of_transformers, batch_loss=tags_of_transformers), tags_of_transformers,
              {"features": ("tokens", "tags"), "label": None}),
+    "groups": (ModelSpec(build=Tagger, loss=listwise), mean_of_groups,
+               {"features": ("tokens",), "label": None, "labels": ("tags",)}),
     "weights of rows": (
         ModelSpec(build=build_mlp, loss="CrossEntropyLoss"), by_importance,
         {**POINTS, "weight": "importance", "weight_mean": "weights"},

@@ -34,6 +34,30 @@ if TYPE_CHECKING:
 Batch = Mapping[str, Tensor]
 """Columns by name, each [rows, *shape of a cell] with the dtype of `data.cast`, else the stored one, and `weight`,
 [rows] float32: 1, or the value of `data.weight`, for a true row, 0 for padding."""
+
+
+class NumberedBatch(dict[str, Tensor]):
+    """A batch that knows the numbers of its rows in the global batch (`train.random_by`)."""
+
+    def __init__(self, batch: Mapping[str, Tensor], step: tuple[int, int], streams: Sequence[StreamRows]):
+        """step: epoch, and number of the step in it."""
+        super().__init__(batch)
+        self.step = step
+        self._streams = streams
+
+    def row_numbers(self) -> Tensor:
+        """Returns a number of each row that no other row of the global batch has. # (rows,) int64"""
+        starts = [each.dataset << 56 | each.stream << 32 | each.first for each in self._streams]
+        parts = [start + torch.arange(each.rows) for start, each in zip(starts, self._streams, strict=True)]
+        rows = len(self["weight"])
+        if sum(map(len, parts)) != rows:
+            raise ValueError(
+                f"train.random_by: it is not known which of the {rows} rows of the batch are from which stream; set it "
+                "to 'rank'"
+            )
+        return torch.cat(parts)
+
+
 FUNCTIONS = (
     "build", "forward", "predict", "transform", "augment", "optimizer", "batch_loss", "embed", "global_loss", "count",
     "evaluation", "set_position",

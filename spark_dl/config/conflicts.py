@@ -110,6 +110,11 @@ CONFLICTS = (
     Conflict("train.compile", lambda c: c.train.compile and (_replaces_weights(c) or c.parallel.all_gpus),
              "not supported with parallel.strategy={c.parallel.strategy!r}, which copies or replaces the weights of "
              "the model; set it to false, or use ddp, horovod, local_sgd or single"),
+    Conflict("train.random_by", lambda c: c.train.random_by == "row" and c.train.compile,
+             "expected 'rank' with train.compile, whose kernels draw numbers of their own, found 'row'"),
+    Conflict("train.random_by", lambda c: c.train.random_by == "row" and c.parallel.all_gpus,
+             "expected 'rank' with parallel.strategy={c.parallel.strategy!r}, which splits batches inside the forward "
+             "pass, found 'row'"),
     Conflict("train.channels_last", lambda c: c.train.channels_last and _replaces_weights(c),
              "not supported with parallel.strategy={c.parallel.strategy!r}, which replaces the weights of the model; "
              "set it to false, or use ddp, horovod, local_sgd or single"),

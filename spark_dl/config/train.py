@@ -11,6 +11,7 @@ LrScaling = Literal["none", "linear", "sqrt"]
 Precision = Literal["float32", "bf16", "fp16"]
 Interval = Literal["step", "epoch"]
 Mode = Literal["min", "max"]
+RandomBy = Literal["rank", "row"]
 OnNonfinite = Literal["raise", "skip", "rollback"]
 
 
@@ -93,6 +94,11 @@ class Train:
     """Epochs without an improvement after which all ranks stop."""
     early_stop_min_delta: float = may_change(0.0)
     """Smallest change that counts as an improvement."""
+    random_by: RandomBy = "rank"
+    """What decides the random numbers of the forward pass, such as dropout. `rank`: each rank draws from a generator of
+    its own, which is fast, and gives other weights for other numbers of ranks. `row`: each row has its own numbers, by
+    seed, epoch, step and its place in the global batch, so that the weights depend neither on ranks nor on
+    micro-batches. See [exactness](exactness.md#models) for its cost."""
     init_from: str | None = of_caller(None, fixed=True)
     """A checkpoint, or the folder of a run, whose last checkpoint is used. The model starts with its weights and
     buffers. The optimizer and the scheduler start without a state, and the steps are counted from 0. Strings get the

@@ -15,9 +15,17 @@ from torch import Tensor, nn
 from spark_dl.gather import RowRanks
 from spark_dl.optimization import Optimization, check_parameters, scale_rates
 from spark_dl.parallel.exchange_clock import ExchangeClock, StepClock
-from spark_dl.parallel.loss import CachedGlobalLoss, Call, Count, check_ignored, misfits_named, weighted_loss_sum
+from spark_dl.parallel.loss import (
+    CachedGlobalLoss,
+    Call,
+    Count,
+    check_ignored,
+    misfits_named,
+    true_rows,
+    weighted_loss_sum,
+)
 from spark_dl.parallel.modules import to_device
-from spark_dl.spec import Batch, ModelSpec, Output
+from spark_dl.spec import Batch, ModelSpec, NumberedBatch, Output
 
 if TYPE_CHECKING:
     from spark_dl.config import Config
@@ -101,7 +109,8 @@ def add_gradients(
         check_ignored(spec, batch, config.data.label)
         on_device = to_device(batch, device, config)
         is_last = i == len(micro_batches) - 1
-        with contextlib.nullcontext() if is_last else before_last():
+        random = _random_by_row(spec, model, batch, on_device, config)
+        with contextlib.nullcontext() if is_last else before_last(), random:
             with misfits_named(on_device):
                 _, losses = compute(batch=on_device)
             scaled = scale(losses)
@@ -112,6 +121,22 @@ def add_gradients(
     if clock is not None:
         clock.end_backward()
     return total
+
+
+def _random_by_row(
+    spec: ModelSpec, model: nn.Module, batch: Batch, on_device: Batch, config: Config
+) -> contextlib.AbstractContextManager[None]:
+    """Returns the context of `train.random_by` for the passes of a micro-batch. # batch: as the loader made it"""
+    if config.train.random_by == "rank":
+        return contextlib.nullcontext()
+    from spark_dl.parallel.row_random import check_rows_are_first, random_by_row
+
+    check_rows_are_first(model)
+    assert isinstance(batch, NumberedBatch)
+    rows: Batch = {"weight": on_device["weight"], "number": batch.row_numbers().to(on_device["weight"].device)}
+    if spec.batch_loss is not None:
+        rows = true_rows(rows, model)
+    return random_by_row(batch, rows["number"], config.train.seed)
 
 
 class Scaler:

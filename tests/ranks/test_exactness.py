@@ -226,6 +226,24 @@ class Pooled(nn.Module):
         return self.out((embedded * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
 
 
+class Attention(nn.Module):
+    """Dropout of attention, in a checkpointed layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(6, 8), nn.Linear(8, 3)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, tokens, mask):
+        hidden = checkpointing.checkpoint(self._encode, self.embed(tokens), ~mask, use_reentrant=False)
+        states, _ = self.lstm(F.dropout(hidden, 0.3, self.training))
+        return self.out(states[torch.arange(len(states)), mask.sum(1) - 1])
+
+    def _encode(self, embedded, padding):
+        return self.layer(embedded, src_key_padding_mask=padding)
+
+
 class Sparse(nn.Module):
     def __init__(self):
         super().__init__()
@@ -305,6 +323,7 @@ def augment(batch, generator):
 
 
 TOKENS = {"features": ("tokens",)}
+BY_ROW = {"random_by": "row"}
 SEVERAL = ("2 ranks", "3 ranks", "accumulation on 2 ranks", RESUMED)
 MICRO = ("accumulation", "accumulation on 2 ranks")
 
@@ -336,6 +355,13 @@ LAYERS = {
     ),
     "dropout": Recipe(ModelSpec(build=build_dropout), differs=SEVERAL),
     "randn in the forward pass": Recipe(ModelSpec(build=Noisy), differs=SEVERAL),
+    "dropout by row": Recipe(ModelSpec(build=build_dropout), train=BY_ROW),
+    "dropout by row in batch_loss": Recipe(ModelSpec(build=build_dropout, batch_loss=cross_entropy), train=BY_ROW),
+    "dropout by row in ZeRO 3": Recipe(
+        ModelSpec(build=build_dropout), train=BY_ROW, settings={"parallel": parallel("mesh", zero_stage=3)},
+    ),
+    "randn by row": Recipe(ModelSpec(build=Noisy), train=BY_ROW),
+    "attention with dropout by row": Recipe(ModelSpec(build=Attention, forward=masked), train=BY_ROW, data=TOKENS),
     "augment": Recipe(ModelSpec(build=build_mlp, augment=augment)),
     "noise in hooks of gradients": Recipe(ModelSpec(build=build_noisy_gradients), differs="all"),
     "BatchNorm, whole batches": Recipe(

@@ -20,6 +20,7 @@ from torch import Tensor
 from spark_dl.config import Data
 from spark_dl.data.columns.ragged import Array, Ragged, concatenate, from_lengths, pad, padded_bytes
 from spark_dl.data.columns.schema import Column
+from spark_dl.spec import NumberedBatch
 
 _MIB = 1 << 20
 WEIGHT_BYTES, _OFFSET_BYTES = 4, 8
@@ -194,6 +195,8 @@ class BatchBuilder:
     """Maximum bytes of the micro-batches of a step; None for no limit."""
     memory_setting: str = ""
     """The setting of the memory limit, for error messages."""
+    numbered: bool = False
+    """Whether batches know the numbers of their rows."""
 
     @functools.cached_property
     def columns(self) -> tuple[Column, ...]:
@@ -273,7 +276,10 @@ class BatchBuilder:
             batch["weight"] = torch.from_numpy(weight)
             if self.prepare is not None:
                 batch = dict(self.prepare(batch, BatchKey(epoch, number, rank, i, self._streams(parts, i))))
-            batches.append({name: t.pin_memory() for name, t in batch.items()} if self.pin else batch)
+            batch = {name: t.pin_memory() for name, t in batch.items()} if self.pin else batch
+            if self.numbered:
+                batch = NumberedBatch(batch, (epoch, number), self._streams(parts, i))
+            batches.append(batch)
         return batches
 
     def _pieces(self, rows: StepRows) -> list[StepRows]:

@@ -181,7 +181,7 @@ class ShardLoader:
         self._rank = rank
         self._builder = BatchBuilder(
             self._rows.columns, config.data, micro_batches, loader.ragged, prepare, pin, memory=self._budget,
-            memory_setting=setting,
+            memory_setting=setting, numbered=train.random_by == "row",
         )  # fmt: skip
         # Selecting the rows of a split copies them. Filling NaN and Inf copies all rows.
         has_split = split != "all" and train.validation_fraction > 0

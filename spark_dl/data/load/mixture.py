@@ -163,7 +163,7 @@ class MixedLoader:
         memory_mib = config.loader.memory_mib
         self._builder = BatchBuilder(
             self.columns, config.data, micro_batches, config.loader.ragged, prepare, pin, memory=memory_mib << 20,
-            memory_setting=memory_setting(memory_mib),
+            memory_setting=memory_setting(memory_mib), numbered=config.train.random_by == "row",
         )  # fmt: skip
         self._ready_bytes = (memory_mib << 20) // READY_SHARE
 

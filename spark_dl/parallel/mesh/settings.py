@@ -54,6 +54,10 @@ EXCLUDES = (
              "found fp16"),
     Conflict("train.compile", lambda c: _cuts(c) and c.train.compile,
              "not supported with parallel.strategy='mesh', which cuts the model; set it to false, or use ddp"),
+    Conflict("train.random_by",
+             lambda c: c.train.random_by == "row" and (_mesh(c).pipeline > 1 or _mesh(c).tensor > 1),
+             "expected 'rank' with parallel.pipeline or parallel.tensor above 1, whose ranks have parts of the "
+             "activations, found 'row'"),
     Conflict("train.channels_last", lambda c: _cuts(c) and c.train.channels_last,
              "not supported with parallel.strategy='mesh', whose ranks have flat parts of the weights; set it to "
              "false, or use ddp"),

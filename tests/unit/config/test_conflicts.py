@@ -50,6 +50,8 @@ EXCLUSIVE = [  # the key that the error names, and settings of which each is val
         ("train.compile", strategy, {"compile": True})
         for strategy in (SERVED, {"parallel": TreeReduce()}, {"parallel": DPSingleProcess()})
     ),
+    ("train.random_by", {"random_by": "row"}, {"compile": True}),
+    ("train.random_by", {"random_by": "row"}, {"parallel": DPSingleProcess()}),
     ("train.channels_last", {"parallel": ShuffleReduce()}, {"channels_last": True}),
     ("train.channels_last", SERVED, {"channels_last": True}),
     ("shards.storage", {"parallel": TreeReduce()}, LOCAL),

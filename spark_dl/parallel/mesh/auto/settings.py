@@ -45,6 +45,7 @@ EXCLUDES = (
     _conflict("train.precision", "fp16", "float32 or bf16"),
     _conflict("train.compile", True, "false"),
     _conflict("train.channels_last", True, "false"),
+    _conflict("train.random_by", "row", "'rank'"),
     _conflict("shards.storage", "local", "'shared'"),
     _conflict("loader.ragged", "offsets", "'pad'"),
 )  # fmt: skip

@@ -38,6 +38,8 @@ def test_settings_that_do_not_fit_each_other(mesh, message):
     ({"tensor": 2}, {"precision": "fp16"}, "train.precision: expected float32 or bf16"),
     ({"zero_stage": 1}, {"compile": True}, "train.compile: not supported with parallel.strategy='mesh'"),
     ({"zero_stage": 1}, {"channels_last": True}, "train.channels_last: not supported"),
+    ({"tensor": 2}, {"random_by": "row"}, "train.random_by: expected 'rank' with parallel.pipeline or parallel.tensor"),
+    ({"pipeline": 2}, {"random_by": "row", "accumulation_steps": 2}, "train.random_by: expected 'rank' with"),
     ({"tensor": 2}, {"storage": "local"}, "shards.storage: expected 'shared' with parallel.pipeline or"),
     ({"pipeline": 2}, {"ragged": "offsets", "accumulation_steps": 2}, "loader.ragged: expected 'pad' with"),
     ({"pipeline": 2, "tensor": 2}, {"num_streams": 1, "global_batch_size": 8, "num_ranks": 8, "accumulation_steps": 2},

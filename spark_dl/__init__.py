@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from spark_dl.baselines.driver_loop.shuffle_reduce import ShuffleReduce
     from spark_dl.baselines.driver_loop.tree_reduce import TreeReduce
     from spark_dl.baselines.servers.settings import ParameterServer
+    from spark_dl.certify.certificate import Certificate, Check
+    from spark_dl.certify.certify import certify
     from spark_dl.config import (
         Checkpoint,
         Config,
@@ -64,6 +66,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Auto": "spark_dl.parallel.mesh.auto.settings",
+    "Certificate": "spark_dl.certify.certificate",
+    "Check": "spark_dl.certify.certificate",
     "Checkpoint": "spark_dl.config",
     "Checkpoints": "spark_dl.rundir.own_checkpoints",
     "Config": "spark_dl.config",
@@ -102,6 +106,7 @@ _MODULES = {
     "TuneResult": "spark_dl.trials.study",
     "World": "spark_dl.world",
     "build_session": "spark_dl.launch.session",
+    "certify": "spark_dl.certify.certify",
     "clean": "spark_dl.retention",
     "clean_store": "spark_dl.data.store.store",
     "diagnose": "spark_dl.doctor.doctor",
@@ -133,6 +138,8 @@ _MODULES = {
 __all__ = [
     "DDP",
     "Auto",
+    "Certificate",
+    "Check",
     "Checkpoint",
     "Checkpoints",
     "Config",
@@ -170,6 +177,7 @@ __all__ = [
     "TuneResult",
     "World",
     "build_session",
+    "certify",
     "clean",
     "clean_store",
     "diagnose",

@@ -11,6 +11,7 @@ from spark_dl._version import __version__
 COMMANDS = {
     "init": "write a first YAML file and a first program for a table",
     "train": "train a model, and evaluate it on the test rows",
+    "certify": "check that a training does not depend on ranks and restarts",
     "evaluate": "compute the loss and metrics of a trained model",
     "predict": "add the predictions of a trained model to a table",
     "prepare": "write the rows as a dataset, which several runs can use",

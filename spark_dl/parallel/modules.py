@@ -91,7 +91,10 @@ class ModuleState:
 
     def __init__(self, model: nn.Module):
         self._modules = dict(model.named_modules())
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._buffers = [
+            (module, key, buffer, buffer.detach().clone())
+            for module in self._modules.values() for key, buffer in module._buffers.items() if buffer is not None
+        ]  # fmt: skip
         self._attributes = {name: _attributes_of(module) for name, module in self._modules.items()}
         generators = [v for m in self._modules.values() for v in vars(m).values() if isinstance(v, torch.Generator)]
         self._generators = [(generator, generator.get_state()) for generator in generators]
@@ -99,8 +102,9 @@ class ModuleState:
     @torch.no_grad()
     def restore(self) -> None:
         """Sets everything as it was."""
-        for buffer, before in self._buffers:
+        for module, key, buffer, before in self._buffers:
             buffer.copy_(before)
+            module._buffers[key] = buffer  # a forward pass may have put another tensor in its place
         for generator, state in self._generators:
             generator.set_state(state)
         for name, module in self._modules.items():
@@ -118,7 +122,7 @@ class ModuleState:
         of their own (`get_extra_state`), nor of metrics, which begin anew in each epoch.
         """
         changed = []
-        before_of = {id(buffer): before for buffer, before in self._buffers}
+        before_of = {(id(module), key): before for module, key, _, before in self._buffers}
         for name, module in self._modules.items():
             if type(module).get_extra_state is not nn.Module.get_extra_state or hasattr(module, "compute_on_cpu"):
                 continue
@@ -134,7 +138,10 @@ class ModuleState:
                     changed.append(f"{key!r} of {of}")
             for key in sorted(module._non_persistent_buffers_set):
                 buffer = module._buffers.get(key)
-                if buffer is not None and id(buffer) in before_of and not _same(buffer, before_of[id(buffer)]):
+                earlier = before_of.get((id(module), key))
+                if buffer is None or earlier is None or buffer.shape != earlier.shape:
+                    continue  # such as a table that grows with the longest row
+                if not _same(buffer.detach(), earlier):
                     changed.append(f"the buffer {key!r} of {of}")
         return changed
 

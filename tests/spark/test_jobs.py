@@ -185,6 +185,23 @@ def test_predict_with_its_checkpoint(digits, main_run, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("settings", "causes"), [
+    (["--train.lr_scaling", "linear"], ["rates"]), pytest.param([], [], marks=pytest.mark.long),
+])  # fmt: skip
+def test_certify_writes_a_page_and_its_exit_code_says_whether_the_training_passed(digits, tmp_path, settings, causes):
+    page = tmp_path / "certificate.html"
+    arguments = [*digits, *LOCAL, "--only", "2 ranks", "--page", str(page), "--rows", "149", "--train.random_by=row"]
+    out, err = run_job(*PLAIN, "jobs/certify.py", *arguments, *settings, code=int(bool(causes)))
+    found = result_of(out)
+    assert found["passed"] is not bool(causes)
+    assert found["rows"] == 149
+    assert [check["name"] for check in found["checks"]] == ["rounding", "2 ranks"]
+    assert found["checks"][1]["causes"] == causes
+    assert "rounding" in err
+    assert ("<h1>Differs</h1>" if causes else "<h1>Passed</h1>") in page.read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.long
 def test_datasets_of_others_are_trained_on_and_evaluated(tmp_path):
     """Evaluated on the dataset `test`; jobs/evaluate.py reads datasets in `test_evaluate_its_checkpoint`."""

@@ -72,3 +72,29 @@ def test_a_batchnorm_over_ranks_takes_rows_and_channels():
     norm = CpuSyncBatchNorm(3)
     with pytest.raises(ValueError, match=r"BatchNorm takes \[rows, channels, ...\], found the shape \(3,\)"):
         norm(torch.ones(3))
+
+
+class Reassigned(nn.Module):
+    """Puts new tensors in the place of its buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("hidden", torch.zeros(2), persistent=False)
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+
+    def forward(self, x):
+        self.mean, self.hidden, self.table = self.mean + 1, self.hidden + 1, torch.zeros(5)
+        return x
+
+
+def test_buffers_that_are_replaced_are_restored_and_named():
+    model = Reassigned()
+    with module_state_kept(model):
+        model(1)
+    assert not model.mean.any()
+    assert not model.hidden.any()
+    assert model.table.shape == (2,)
+    state = ModuleState(model)
+    model(1)
+    assert state.changed_unsaved() == ["the buffer 'hidden' of Reassigned"]

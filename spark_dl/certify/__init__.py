@@ -1,0 +1,1 @@
+"""A certificate for a user's own training: what changes its weights that should not, and why."""

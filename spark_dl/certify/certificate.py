@@ -83,6 +83,8 @@ class Certificate:
         found = [check for check in self.checks if not check.is_fine]
         num_run = sum(check.outcome != "not run" for check in self.checks)
         of = f"{num_run} checks of {self.steps} steps on {self.rows} rows, in {self.seconds:.0f} s"
+        if left_out := len(self.checks) - num_run:
+            of += f" ({left_out} not run)"
         if not found:
             return f"passed: {of}"
         return f"{len(found)} of {of}: the trained weights depend on what they should not depend on"
@@ -90,41 +92,33 @@ class Certificate:
     @property
     def text(self) -> str:
         """The checks as a table, and below it what was found, and what to change."""
-        lines = [self.summary, "", *text_table(["", "check", "differs by", "limit"], self._rows())]
-        for names, first, notes in self._explained():
-            lines += ["", f"{names}: {first.why}", *(f"  {note}" for note in notes)]
+        lines = [self.summary, "", *text_table(list(self._columns), self._rows())]
+        for names, why, change in self._explained():
+            lines += ["", f"{names}: {why}", *([f"  change: {change}"] if change else [])]
         return "\n".join(lines)
 
-    def _explained(self) -> list[tuple[str, Check, list[str]]]:
-        """Returns the checks that have something to say, those with the same cause together, and what they say."""
-        groups: dict[tuple[str, str], list[Check]] = {}
-        for check in self.checks:
-            if check.why:
-                groups.setdefault((check.why, check.change), []).append(check)
-        found = []
-        for checks in groups.values():
-            first, notes = checks[0], list[str]()
-            if seen := [check for check in checks if check.step is not None]:
-                names = ", ".join(
-                    f"{check.step} ({check.tensor})" if check.tensor else str(check.step) for check in seen
-                )
-                notes.append(f"first step with a difference: {names}")
-            if first.change:
-                notes.append(f"change: {first.change}")
-            if tried := [f"{each.size_with_change:.1e}" for each in checks if each.size_with_change is not None]:
-                notes.append(f"tried, it differs by {', '.join(tried)} then")
-            found.append((", ".join(check.name for check in checks), first, notes))
-        return found
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        has_tried = any(check.size_with_change is not None for check in self.checks)
+        return ("", "check", "differs by", "limit", "from step", "first tensor", *["with the change"] * has_tried)
 
     def _rows(self) -> list[list[str]]:
         return [
             [
                 "accepted" if check.is_accepted and check.outcome != "same" else check.outcome, check.name,
-                "" if check.size is None else "0" if check.size == 0 else f"{check.size:.1e}",
-                "" if check.limit is None else "equal bits" if check.limit == 0 else f"{check.limit:.1e}",
-            ]
+                _short(check.size), "equal bits" if check.limit == 0 else _short(check.limit),
+                "" if check.step is None else str(check.step), check.tensor, _short(check.size_with_change),
+            ][: len(self._columns)]
             for check in self.checks
         ]  # fmt: skip
+
+    def _explained(self) -> list[tuple[str, str, str]]:
+        """Returns the names of checks with the same cause, the cause, and what to change."""
+        groups: dict[tuple[str, str], list[str]] = {}
+        for check in self.checks:
+            if check.why:
+                groups.setdefault((check.why, check.change), []).append(check.name)
+        return [("; ".join(names), why, change) for (why, change), names in groups.items()]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all as data that can be written as JSON."""
@@ -141,8 +135,7 @@ class Certificate:
         url = check_page(page)
         text = plots.render_page(
             "spark_dl.certify", "certificate.html", mark=_MARK, certificate=self, rows=self._rows(),
-            explained=self._explained(),
-            columns=["", "check", "differs by", "limit"], version=__version__,
+            explained=self._explained(), columns=self._columns, version=__version__,
         )  # fmt: skip
         storage.make_folder(storage.dirname(url))
         storage.write_bytes(url, text.encode())
@@ -154,6 +147,10 @@ class Certificate:
     def _repr_html_(self) -> str:
         """Called by notebooks."""
         return f"<pre>{html.escape(self.text)}</pre>"
+
+
+def _short(size: float | None) -> str:
+    return "" if size is None else "0" if size == 0 else f"{size:.1e}"
 
 
 def check_page(page: str | os.PathLike[str]) -> str:

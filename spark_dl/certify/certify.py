@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ from spark_dl.parallel.ddp import DDP
 from spark_dl.rundir.checkpoint import load_weights, open_checkpoint
 from spark_dl.rundir.metrics import read_metrics
 from spark_dl.spec import ModelSpec
+from spark_dl.storage.owner import temporary_prefix
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -49,6 +51,8 @@ _BATCH, _STREAMS, _EPOCHS, _CUT_AFTER = 48, 24, 2, 5
 """Rows of a global batch, its streams, which 1 to 4 ranks and 2 micro-batches share evenly; and where a run is cut."""
 _LEAST, _FINE, _MOST = 1e-5, 1e-3, 1e-2
 """Limits of a difference: the smallest, the largest that ten times the effect of rounding may be, and the largest."""
+_TINY = 1e-12
+"""The size of weights that differ in bits alone that it does not see."""
 _TRACED_BYTES = 256 << 20
 """Weights of all steps that are kept, to name the first step that differs."""
 _BF16 = 0.05
@@ -145,10 +149,10 @@ def _is_lightning(model: Any) -> bool:
 def _folder(work_dir: Any) -> Iterator[str]:
     """Yields a new folder, which is deleted at the end."""
     if work_dir is None:
-        with tempfile.TemporaryDirectory(prefix="spark_dl_certify_") as folder:
+        with tempfile.TemporaryDirectory(prefix=temporary_prefix()) as folder:
             yield folder
         return
-    url = storage.join(storage.absolute(storage.text_of(work_dir)), f"certify-{time.strftime('%Y%m%d-%H%M%S')}")
+    url = storage.join(storage.absolute(storage.text_of(work_dir)), f"certify-{uuid.uuid4().hex[:8]}")
     try:
         yield url
     finally:
@@ -244,8 +248,8 @@ class _Checks:
             return Check(name, "failed", why=found.error, **about)  # type: ignore[arg-type]
         expected = {name: tensor for name, tensor in self._base.weights.items() if name not in self._noisy or not limit}
         size = _difference(found.weights, expected, self._start)
-        if not limit:  # to the bit
-            size = size if any(not torch.equal(found.weights[n], t) for n, t in expected.items()) else 0.0
+        if not limit and np.isfinite(size):  # to the bit, also of integers
+            size = 0.0 if all(torch.equal(found.weights[n], t) for n, t in expected.items()) else max(size, _TINY)
         step, tensor = self._first(found, limit) if size > limit else (None, "")
         return Check(name, "same" if size <= limit else "differs", size, step=step, tensor=tensor, **about)  # type: ignore[arg-type]
 
@@ -296,9 +300,7 @@ class _OfSpec(_Checks):
             planned["bf16"] = self._of_bf16
         if compiled or self._given.train.compile or "compiled" in only:
             planned["compiled"] = lambda: self._check("compiled", "compiled", limit=_MOST, train={"compile": True})
-        for name in only:
-            if name not in planned:
-                raise ValueError(f"only: there is no check {name!r}{suggestion(name, list(planned))}")
+        _check_names(only, planned)
         return [*checks, *(check() for name, check in planned.items() if not only or name in only)]
 
     def _planned(self) -> dict[str, Callable[[], Check]]:
@@ -377,12 +379,13 @@ class _OfSpec(_Checks):
         """Adds the causes of a difference, and whether a setting helps, which is tried."""
         if check.outcome == "failed":
             return self._failed(check)
-        if found.rates and found.rates[:1] != self._base.rates[: len(found.rates)][:1] and not changes.get("cut"):
-            return dataclasses.replace(
-                check, causes=("rates",),
-                why=f"the learning rate of the first step is {found.rates[0]:g}, and {self._base.rates[0]:g} on 1 rank",
-                change="train.lr_scaling: none, or a schedule that does not depend on the number of ranks",
-            )  # fmt: skip
+        for step, (own, expected) in enumerate(zip(found.rates, self._base.rates, strict=False), 1):
+            if own != expected:
+                return dataclasses.replace(
+                    check, causes=("rates",),
+                    why=f"the learning rate of step {step} is {own:g}, and {expected:g} in the training of one rank",
+                    change="train.lr_scaling: none, or a schedule that does not depend on the number of ranks",
+                )  # fmt: skip
         causes = [cause for cause in self._found_causes() if kind in cause.explains]
         if not causes:
             return dataclasses.replace(check, causes=("unknown",), why=f"no cause was found: {_UNKNOWN[kind]}")
@@ -426,6 +429,8 @@ class _OfSpec(_Checks):
 
     def _of_rounding(self, rounded: _Trained) -> Check:
         """Sets the limit of differences by what weights that differ by rounding at the start make of it."""
+        if rounded.error:
+            return self._failed(Check("rounding", "failed", why=rounded.error))
         sizes = {
             name: _difference({name: rounded.weights[name]}, {name: tensor}, self._start)
             for name, tensor in self._base.weights.items() if name in rounded.weights
@@ -435,8 +440,8 @@ class _OfSpec(_Checks):
         if len(noisy) < len(sizes):
             self._noisy = noisy
         check = self._compared("rounding", rounded, limit=_MOST)
-        if check.size is not None:
-            self._limit = max(_LEAST, min(10 * check.size, _FINE), check.size)
+        assert check.size is not None
+        self._limit = max(_LEAST, min(10 * check.size, _FINE), min(check.size, 1.0))
         if check.outcome != "differs":
             listed = ", ".join(map(repr, sorted(noisy)))
             return dataclasses.replace(
@@ -476,8 +481,8 @@ class _OfSpec(_Checks):
                 ))  # fmt: skip
             except (ValueError, RuntimeError) as error:
                 return Check(name, "failed", why=_in_short(error), causes=("error",))
-        one, two = ([float(v) for v in np.ravel([x for x in each.values() if _is_number(x)])] for each in values)
-        size = max((abs(a - b) / max(abs(a), 1e-9) for a, b in zip(one, two, strict=True)), default=0.0)
+        one, two = ({name: value for name, value in each.items() if _is_number(value)} for each in values)
+        size = max((_relative(one[name], two[name]) for name in one), default=0.0)
         seconds = time.perf_counter() - start
         if size <= _LEAST:
             return Check(name, "same", size, _LEAST, seconds=seconds)
@@ -510,6 +515,13 @@ _ERRORS = (
 """Texts of errors, and the causes that they name."""
 
 
+def _check_names(only: Sequence[str], planned: Mapping[str, Any]) -> None:
+    """Raises ValueError for names of checks that are none."""
+    for name in only:
+        if name not in planned:
+            raise ValueError(f"only: there is no check {name!r}{suggestion(name, list(planned))}")
+
+
 _UNKNOWN = {
     "again": "two equal trainings differ, as with numbers that are drawn from the time or the system",
     "ranks": "something depends on the rank, such as files, the environment or time",
@@ -531,18 +543,18 @@ class _OfFunction(_Checks):
         self._base = self._launch(FIRST, 1)
         if self._base.error:
             return [Check(FIRST, "failed", why=self._base.error, causes=("error",))]
-        checks = [self._compared("the same again", self._launch("the same again", 1), limit=0.0)]
-        for ranks in (2, 3):
-            name = f"{ranks} ranks"
-            if why := self._lacks(ranks):
-                checks.append(Check(name, "not run", why=why))
-                continue
-            check = self._compared(name, self._launch(name, ranks))
-            checks.append(dataclasses.replace(
-                check, causes=() if check.outcome == "same" else ("unknown",),
-                why=check.why or (_OF_FUNCTIONS if check.outcome == "differs" else ""),
-            ))  # fmt: skip
-        return checks
+        planned = {"the same again": 1, "2 ranks": 2, "3 ranks": 3}
+        _check_names(only, planned)
+        return [self._on_ranks(name, ranks) for name, ranks in planned.items() if not only or name in only]
+
+    def _on_ranks(self, name: str, ranks: int) -> Check:
+        if why := self._lacks(ranks):
+            return Check(name, "not run", why=why)
+        check = self._compared(name, self._launch(name, ranks), limit=0.0 if ranks == 1 else None)
+        if check.outcome == "same":
+            return check
+        why = _UNKNOWN["again"] if ranks == 1 else _OF_FUNCTIONS
+        return dataclasses.replace(check, causes=("unknown",), why=check.why or why)
 
     @property
     def _start(self) -> States:
@@ -581,8 +593,13 @@ def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def _difference(found: States, expected: States, start: States) -> float:
-    """Returns the norm of the difference of weights, divided by that of what training changed, or by their own."""
-    names = [name for name, tensor in expected.items() if tensor.is_floating_point() and name in found]
+    """Returns the norm of the difference of weights, divided by that of what training changed, or by their own.
+
+    Infinite if a tensor is missing, has another shape, or is not finite. Integers are not compared.
+    """
+    if any(name not in found or found[name].shape != tensor.shape for name, tensor in expected.items()):
+        return float("inf")
+    names = [name for name, tensor in expected.items() if tensor.is_floating_point()]
     of_start = names if start and any(name in start for name in names) else []
     squares = [0.0, 0.0]
     for name in names:
@@ -595,6 +612,13 @@ def _difference(found: States, expected: States, start: States) -> float:
     if not all(np.isfinite(squares)):
         return float("inf")
     return float((squares[0] / squares[1]) ** 0.5) if squares[1] else float(squares[0] > 0)
+
+
+def _relative(value: float, expected: float) -> float:
+    """Returns the relative difference of two numbers; infinite if one alone is not finite."""
+    if np.isfinite(value) and np.isfinite(expected):
+        return abs(value - expected) / max(abs(expected), 1e-9)
+    return 0.0 if np.array_equal(value, expected, equal_nan=True) else float("inf")
 
 
 def _tensors_of(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -32,6 +32,7 @@ from tests.builders import reference
 from tests.builders.datasets import write_dataset
 from tests.builders.models import DROPOUT_MLP, MLP, blobs, build_mlp, same_bits, small_config
 from tests.builders.settings import parallel
+from tests.ranks import test_means as means
 
 STRATEGIES = ["tree_reduce", "shuffle_reduce"]
 
@@ -56,6 +57,20 @@ def weights_of(run):
 
 def assert_same_training(spark, tmp_path, config, rows=245):
     reference.assert_same_training(lambda run: train_from_driver(spark, run), tmp_path, config, rows)
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(2)
+@pytest.mark.modes("local")
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.parametrize("name", ["class weights", "tags", "losses and weights", "sum and count", "GPT-2", "groups"])
+def test_the_mean_is_over_what_the_loss_says(spark, tmp_path, name, accumulation_steps):
+    train = {"accumulation_steps": accumulation_steps, "epochs": 1}
+    config = means.config_of(name, 2, train, parallel=parallel("tree_reduce"))
+    run = Run(spec=means.CASES[name][0], config=config, train=means.dataset(tmp_path), run_dir=str(tmp_path / "run"))
+    train_from_driver(spark, run)
+    _, expected = means.plain_loop(tmp_path, name, config)
+    assert_close(weights_of(run), expected)
 
 
 def assert_close(weights, expected):

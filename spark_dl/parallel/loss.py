@@ -473,19 +473,25 @@ class CachedGlobalLoss:
     numbers, to pass its part of this gradient on to the weights. Collective.
 
     Args:
-        batches: of the step, on the device, in the order in which they are computed once more.
+        batches: of the step, on the device, in the order in which they are computed once more, each with the context
+            in which it is computed (`train.random_by`).
         call: as of `weighted_loss_sum`.
     """
 
     def __init__(
-        self, spec: ModelSpec, model: nn.Module, batches: Iterable[Batch], config: Config, *, call: Call | None = None
+        self, spec: ModelSpec, model: nn.Module,
+        batches: Iterable[tuple[Batch, contextlib.AbstractContextManager[None]]], config: Config, *,
+        call: Call | None = None,
     ):  # fmt: skip
         self._spec, self._model, self._config = spec, model, config
         self._call = call or (lambda function, batch: function(model, batch))
         devices = {p.device for p in model.parameters()}
         gpus = sorted(device.index for device in devices if device.type == "cuda" and device.index is not None)
+        embedded = []
         with generators_kept(gpus), module_state_kept(model), torch.no_grad():
-            embedded = [self._embed(batch) for batch in batches]
+            for batch, random in batches:
+                with random:
+                    embedded.append(self._embed(batch))
         own = [torch.cat(parts) for parts in zip(*(leaves for leaves, _ in embedded), strict=True)]
         gathered = [gather_all_rows(leaf) for leaf in own]
         with torch.enable_grad():

@@ -103,7 +103,8 @@ def add_gradients(
         weighted_loss_sum, spec, model, config=config, call=call
     )
     if spec.embed is not None and config.train.accumulation_steps > 1:
-        batches = (to_device(batch, device, config) for batch in micro_batches)
+        on_devices = ((batch, to_device(batch, device, config)) for batch in micro_batches)
+        batches = ((moved, _random_by_row(spec, model, batch, moved, config)) for batch, moved in on_devices)
         compute = CachedGlobalLoss(spec, model, batches, config, call=call)
     for i, batch in enumerate(micro_batches):
         check_ignored(spec, batch, config.data.label)

@@ -253,6 +253,22 @@ def test_a_micro_batch_that_is_embedded_twice_draws_the_same_numbers_and_counts_
     assert_equal(weights, model.state_dict())
 
 
+class DropByRow(TwoTowers):
+    def __init__(self):
+        super().__init__()
+        self.text.insert(2, nn.Dropout(0.5))
+
+
+@pytest.mark.parametrize(("num_ranks", "accumulation_steps"), [(1, 2), (2, 1), (2, 2), (3, 4)])
+def test_dropout_by_row_draws_the_same_numbers_in_both_passes(tmp_path, num_ranks, accumulation_steps):
+    data, spec, found = dataset(tmp_path, 245), dataclasses.replace(GLOBAL, build=DropByRow), []
+    for ranks, steps in ((1, 1), (num_ranks, accumulation_steps)):
+        train = {**SGD, "accumulation_steps": steps, "random_by": "row"}
+        _, weights = trained(tmp_path / f"{ranks}-{steps}", data, small_config(ranks, train, COLUMNS), spec)
+        found.append(weights)
+    assert_equal(found[1], found[0])
+
+
 def test_the_loss_and_the_validation_of_a_global_loss_are_those_without_micro_batches(tmp_path):
     data, found = dataset(tmp_path, 245), []
     for steps in (1, 2):

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spark_dl.config import Config
-from spark_dl.generators import generators_kept
-from spark_dl.parallel.loss import count_of, noting_counts, select_rows, weighted_loss_sum
+from spark_dl.generators import generator_states, generators_kept
+from spark_dl.parallel.loss import loss_and_count, select_rows, weighted_loss_sum
 from spark_dl.parallel.modules import ModuleState
 from spark_dl.spec import Batch, ModelSpec
 
@@ -70,20 +68,19 @@ def _causes(spec: ModelSpec, config: Config, batch: Batch) -> Iterator[Cause]:
             "parallel.sync_batchnorm: true, without accumulation; or a norm of single rows, such as GroupNorm",
             ("ranks", "micro-batches", "padding"), (("parallel", "sync_batchnorm", True),),
         )  # fmt: skip
-    state, generators = ModuleState(model), _generators()
+    state, generators = ModuleState(model), generator_states()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with noting_counts():
-        _, total = weighted_loss_sum(spec, model, batch, config)
-    if not _same_generators(generators, _generators()):
+    _, total = weighted_loss_sum(spec, model, batch, config)
+    if generator_states() != generators:
         dropouts = [n for n, m in model.named_modules() if isinstance(m, _DROPOUTS) and m.p > 0]
         what = f"dropout ({_listed(dropouts)})" if dropouts else "the forward pass"
         yield Cause(
             "random", f"{what} draws random numbers, and each rank draws others",
             "train.random_by: row", ("ranks",), (("train", "random_by", "row"),),
         )  # fmt: skip
-    generators = _generators()
+    generators = generator_states()
     total.backward()
-    if not _same_generators(generators, _generators()):
+    if generator_states() != generators:
         yield Cause(
             "gradients",
             "the backward pass draws random numbers, as in hooks of gradients, on each rank and micro-batch",
@@ -118,21 +115,18 @@ def _causes(spec: ModelSpec, config: Config, batch: Batch) -> Iterator[Cause]:
 
 
 def _of_halves(spec: ModelSpec, config: Config, batch: Batch) -> float | None:
-    """Returns by how much the mean loss differs from that of the halves, in evaluation mode; None if that fails."""
+    """Returns by how much the mean loss differs from that of the halves, in evaluation mode.
+
+    None if the batch cannot be halved, as with `loader.ragged: offsets`, or if nothing of it counts.
+    """
     model, rows = spec.build_to_train().eval(), len(batch["weight"])
-    found = []
+    if not all(tensor.ndim and len(tensor) == rows for tensor in batch.values()):
+        return None
+    sums = []
     for part in (torch.arange(rows), torch.arange(rows // 2), torch.arange(rows // 2, rows)):
-        some = (
-            _cut_padding(select_rows(batch, part)) if all(t.ndim and len(t) == rows for t in batch.values()) else None
-        )
-        if some is None:
-            return None
-        with torch.enable_grad(), noting_counts() as noted:
-            torch.manual_seed(0)
-            _, losses = weighted_loss_sum(spec, model, some, config)
-        own = noted.total()
-        found.append((float(losses.detach()), float(count_of(spec, some, config) if own is None else own)))
-    (whole, count), (first, first_count), (second, second_count) = found
+        torch.manual_seed(0)
+        sums.append(loss_and_count(spec, model, _cut_padding(select_rows(batch, part)), config))
+    (whole, count), (first, first_count), (second, second_count) = sums
     if not count or not first_count + second_count:
         return None
     halves = (first + second) / (first_count + second_count)
@@ -153,19 +147,3 @@ def _cut_padding(batch: Batch) -> Batch:
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(name if " " in name else repr(name) for name in names[:3]) + more
-
-
-def _generators() -> tuple[Any, ...]:
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-
-def _same_generators(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
-    def values(state: Any) -> Any:
-        return state[1].tolist() if isinstance(state[1], np.ndarray) else state
-
-    torch_before: Tensor = before[0]
-    return (
-        torch_before.equal(after[0])
-        and before[1] == after[1]
-        and (values(before[2]), before[2][2]) == (values(after[2]), after[2][2])
-    )

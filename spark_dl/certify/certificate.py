@@ -40,7 +40,7 @@ class Check:
     tensor: str = ""
     """The first tensor of the model that differs then."""
     causes: tuple[str, ...] = ()
-    """Keys of the causes that were found, by which they can be accepted, such as `dropout`."""
+    """Keys of the causes that were found, by which they can be accepted, such as `random`."""
     why: str = ""
     """The causes in words, or the error, or what is missing."""
     change: str = ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,13 +39,9 @@ class Traced:
 def read_trace(url: str) -> list[dict[str, Tensor]]:
     """Returns the weights before each step that was kept."""
     trace: list[dict[str, Tensor]] = []
-    with contextlib.suppress(FileNotFoundError):
-        while True:
-            path = storage.join(url, f"{len(trace):04}.npz")
-            if not storage.exists(path):
-                break
-            with np.load(io.BytesIO(storage.read_bytes(path))) as arrays:
-                trace.append({name: torch.from_numpy(arrays[name]) for name in arrays.files})
+    while storage.exists(path := storage.join(url, f"{len(trace):04}.npz")):
+        with np.load(io.BytesIO(storage.read_bytes(path))) as arrays:
+            trace.append({name: torch.from_numpy(arrays[name]) for name in arrays.files})
     return trace
 
 

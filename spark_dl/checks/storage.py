@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import random
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -25,7 +23,7 @@ from spark_dl.data.columns.batch import build_batch, cast_columns, two_rows_of_z
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.mixture import Mixture
-from spark_dl.generators import generators_kept
+from spark_dl.generators import generator_states, generators_kept
 from spark_dl.parallel.loss import weighted_loss_sum
 from spark_dl.rundir.checkpoint_files import MANIFEST
 from spark_dl.spec import ModelSpec, Run, check_rows
@@ -223,20 +221,14 @@ def check_transform(spec: ModelSpec, columns: Sequence[Column], config: Config) 
     batch = build_batch(read, [two_rows_of_zeros(c) for c in read], config.loader.ragged)
     batch["weight"] = torch.ones(2)
     with generators_kept(()):
-        before = _drawn()
+        before = generator_states()
         try:
             spec.transform({name: tensor.clone() for name, tensor in batch.items()})
         except Exception:
             return
-        draws = _drawn() != before
+        draws = generator_states() != before
     if draws:
         raise ValueError(
             "spec.transform: it draws random numbers, which two runs with the same seed would not draw alike, nor a "
             "resumed one; use spec.augment(batch, generator), whose generator is seeded for each step"
         )
-
-
-def _drawn() -> tuple[Any, ...]:
-    """Returns the states of Python's, NumPy's and PyTorch's generators, to compare them."""
-    name, keys, *rest = np.random.get_state()
-    return random.getstate(), name, np.asarray(keys).tobytes(), rest, torch.get_rng_state().numpy().tobytes()

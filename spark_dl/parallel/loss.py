@@ -404,6 +404,16 @@ def weighted_loss_sum(
     )
 
 
+def loss_and_count(
+    spec: ModelSpec, model: nn.Module, batch: Batch, config: Config, *, call: Call | None = None
+) -> tuple[float, float]:
+    """Returns the sum of losses of a batch, and what their mean is over, whether the loss says it or the batch."""
+    with noting_counts() as noted:
+        _, losses = weighted_loss_sum(spec, model, batch, config, call=call)
+    count = noted.total()
+    return float(losses.detach()), float(count_of(spec, batch, config) if count is None else count)
+
+
 def loss_sum(spec: ModelSpec, output: Output, batch: Batch, config: Config) -> Tensor:
     """Computes the sum of losses over the true rows from the model's output, a float32 scalar."""
     losses, count = _loss_sum(spec, output, batch, config)

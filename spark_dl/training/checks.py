@@ -27,7 +27,7 @@ from spark_dl.gather import gather_json, gather_tensors, gathered, sum_over_rank
 from spark_dl.generators import generators_kept
 from spark_dl.launch.failures.errors import OtherRankError
 from spark_dl.nn.moe import moe_layers
-from spark_dl.parallel.loss import Call, count_of, noting_counts, select_rows, weighted_loss_sum
+from spark_dl.parallel.loss import Call, loss_and_count, select_rows
 from spark_dl.parallel.modules import is_out_of_memory, module_state_kept
 from spark_dl.parallel.trainable import Trainable
 from spark_dl.spec import Batch, ModelSpec
@@ -94,10 +94,7 @@ def _loss_and_count(
     spec: ModelSpec, model: nn.Module, rows: Batch, config: Config, call: Call | None
 ) -> tuple[float, float] | None:
     try:
-        with noting_counts() as noted:
-            _, total = weighted_loss_sum(spec, model, rows, config, call=call)
-        count = noted.total()
-        return float(total), float(count_of(spec, rows, config) if count is None else count)
+        return loss_and_count(spec, model, rows, config, call=call)
     except Exception:
         return None
 

@@ -126,6 +126,7 @@ def _worst(parallel: Any) -> Any:
             channels_last=True,
             on_nonfinite="skip",
             check_replicas_every=1,
+            validate_every_steps=1,
             random_by="row",
         ),
         track=SimpleNamespace(profile_steps=(1, 2)),

@@ -96,7 +96,7 @@ def train(
 
 
 class Training:
-    """Epochs of steps, with validation, checkpoints and early stopping after each epoch.
+    """Epochs of steps, with validation, checkpoints and early stopping after each epoch, and between its steps.
 
     Args:
         num_ranks: number of ranks that share a step, if not the world size.
@@ -208,7 +208,7 @@ class Training:
                 self._go_back(error)
                 continue
             validation_start = time.perf_counter()
-            metrics = self.progress.metrics = self._validate()
+            metrics = self._validate()
             if is_whole:
                 self._end_epoch(metrics, time.perf_counter() - validation_start)
         self._save_this_step(is_last=True)
@@ -236,9 +236,8 @@ class Training:
                 if progress.global_step % config.train.log_every == 0:
                     self._log_steps()
                 self.replicas.end_step(progress.global_step, self.state.saved_url)
-                every = config.checkpoint.every_steps
-                if every and progress.global_step % every == 0 and progress.step < self.loader.plan.steps:
-                    self.save()
+                if progress.step < self.loader.plan.steps and not self.is_over():
+                    self.end_step()
                 if self.is_over() or self.preempted.is_due:
                     break
                 rank_state.enter(rank_state.READING)
@@ -397,9 +396,33 @@ class Training:
         self._save_this_step()
         self.preempted.end(self.state.saved_url)
 
+    def is_due(self, every: int) -> bool:
+        """Whether a step is the last of `every` steps; 0 is never."""
+        return every > 0 and self.progress.global_step % every == 0
+
+    def end_step(self) -> None:
+        """Validates and saves within an epoch, if the step is due (`validate_every_steps`, `every_steps`). Collective.
+
+        Validation is first: the checkpoint of the same step has its score.
+        """
+        if self.validation is not None and self.is_due(self.config.train.validate_every_steps):
+            if self.steps.rows:  # finds weights that are not finite, and the time of a validation is not that of steps
+                self._log_steps()
+            start = time.perf_counter()
+            metrics = self._validate()
+            self.steps.write("validation", metrics=metrics, validation_s=time.perf_counter() - start)
+            row_metrics.decide(self.progress, self.config.train, metrics, self.world.device)
+            self.timer.reset(time.perf_counter())
+        if self.is_due(self.config.checkpoint.every_steps):
+            self.save()
+
     def _validate(self) -> dict[str, Any]:
+        """Computes the metrics of the validation rows, unless this step has them already; {} without such rows."""
+        progress = self.progress
         if self.validation is None:
             return {}
+        if progress.validated_step == progress.global_step:
+            return progress.metrics
         rank_state.enter(rank_state.VALIDATING)
         self.trainable.sync_weights()
         self._set_position(is_validation=True)
@@ -407,10 +430,12 @@ class Training:
         # What a validation draws must not change the next steps: one that `max_steps` adds has no other counterpart.
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         with generators_kept(devices), gathering(self.trainable.row_ranks):
-            return evaluate_model(
+            progress.metrics = evaluate_model(
                 self.spec, model, self.validation, self.config, self.world, call=self.trainable.call,
                 forward=self.trainable.forward, counts=self.trainable.counts,
             )  # fmt: skip
+        progress.validated_step = progress.global_step
+        return progress.metrics
 
     def _set_position(self, *, is_validation: bool = False) -> None:
         if self.spec.set_position is not None:
@@ -429,9 +454,7 @@ class Training:
         self.schedule.end_epoch(loss, metrics, epoch=progress.epoch)
         row_metrics.decide(progress, self.config.train, metrics, self.world.device)
         row_metrics.ask(progress, entry, self.world)
-        every_steps = self.config.checkpoint.every_steps
-        is_due = every_steps and progress.global_step % every_steps == 0
-        if is_due or progress.epoch % self.config.checkpoint.every_epochs == 0:
+        if self.is_due(self.config.checkpoint.every_steps) or progress.epoch % self.config.checkpoint.every_epochs == 0:
             self.save()
 
     def is_over(self) -> bool:

@@ -37,14 +37,14 @@ def check_settings(spark: Any, spec: ModelSpec, config: Config, *, has_validatio
     for metric in metrics:
         if metric.name == stops_at and metric.function is None:
             check_scalar(metric.name, metric.metric)
-    if config.train.early_stop_metric and not (has_validation or config.train.validation_fraction):
-        raise SettingError(
-            "train.early_stop_metric", "needs validation rows; set train.validation_fraction, or pass validation"
-        )
-    if config.checkpoint.keep_best and not (has_validation or config.train.validation_fraction):
-        raise SettingError(
-            "checkpoint.keep_best", "needs validation rows; set train.validation_fraction, or pass validation"
-        )
+    need_rows = {
+        "train.early_stop_metric": config.train.early_stop_metric,
+        "train.validate_every_steps": config.train.validate_every_steps,
+        "checkpoint.keep_best": config.checkpoint.keep_best,
+    }
+    for key, value in need_rows.items():
+        if value and not (has_validation or config.train.validation_fraction):
+            raise SettingError(key, "needs validation rows; set train.validation_fraction, or pass validation")
     if config.checkpoint.signing_key_file:
         read_key(config.checkpoint.signing_key_file)
     payload.pack_call(None, (), {"spec": spec})

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 Event = Mapping[str, Any]
 
 OnEvent: TypeAlias = Callable[[Mapping[str, Any]], None]
-EVENTS = ("joined", "restart", "step", "epoch", "checkpoint", "checkpoint_failed", "skip", "rollback", "straggler")
+EVENTS = (
+    "joined", "restart", "step", "validation", "epoch", "checkpoint", "checkpoint_failed", "skip", "rollback",
+    "straggler",
+)  # fmt: skip
 """Values of `kind` in the events for `on_event`, which are dicts. `joined`: a rank has joined, with `rank`, `host`,
 `executor`, `pid` and `device`; not over Spark Connect. `restart`: the ranks are started again, with `restarts`, the
 number of the `attempt` that has failed, and the `reason` (in one line), `error`, `rank` and `step` of the failure.
@@ -268,7 +271,7 @@ class ProgressDisplay:
             show_output(event, None if self._bar is None else self._write_above)
         elif kind == "step":
             self._shown |= {"loss": f"{event['loss']:.4g}", "rows/s": f"{event['rows_per_s']:,.0f}"}
-        elif kind == "epoch":
+        elif kind in ("validation", "epoch"):
             numbers = {k: v for k, v in event["metrics"].items() if isinstance(v, (int, float))}
             self._shown |= {f"val {name}": f"{value:.4g}" for name, value in numbers.items()}
         elif kind == "trial":
@@ -281,7 +284,7 @@ class ProgressDisplay:
                 self._bar.set_postfix(self._shown)
         elif kind == "evaluation":
             self._describe(f"evaluating {event['step']}/{event['steps']}")
-        if kind in ("step", "epoch"):
+        if kind in ("step", "validation", "epoch"):
             self._describe("")
             self._place = f"step {event['step']}/{event['steps']}"
             if self._bar is not None:

@@ -80,6 +80,9 @@ class Train:
     validation_fold: int | None = None
     """For cross-validation with a `validation_fraction` of 1/k: the fold, from 0 to k - 1, whose rows are used for
     validation. The k folds are disjoint and have all rows, chosen at random by `seed`."""
+    validate_every_steps: int = may_change(0)
+    """Number of steps between two validations, which also count for early stopping; 0 validates only at the ends of
+    epochs, as every run does. A checkpoint of the same step is ranked by them (`checkpoint.keep_best`)."""
     metrics: dict[str, dict[str, Any]] = may_change(dict)
     """Metrics by name, as torchmetrics classes and their arguments: `{accuracy: {class: MulticlassAccuracy,
     num_classes: 10}}`. `label` names another column than `data.label`. `output` is a key or an index, for models with
@@ -91,7 +94,8 @@ class Train:
     """Whether a lower (`min`) or a higher (`max`) value is better. Null takes it from the metric: the loss is better if
     it is lower, and classes of torchmetrics say it. Metrics of your own do not, and need this setting."""
     early_stop_patience: int = may_change(3)
-    """Epochs without an improvement after which all ranks stop."""
+    """Validations without an improvement after which all ranks stop. There is one after each epoch, and more with
+    `validate_every_steps`."""
     early_stop_min_delta: float = may_change(0.0)
     """Smallest change that counts as an improvement."""
     random_by: RandomBy = "rank"
@@ -119,7 +123,7 @@ class Train:
         )
         for name in at_least_1:
             check_number(self, name, 1, whole=True)
-        for name in ("warmup_steps", "check_replicas_every", "seed"):
+        for name in ("warmup_steps", "check_replicas_every", "validate_every_steps", "seed"):
             check_number(self, name, 0, whole=True)
         if self.max_steps is not None:
             check_number(self, "max_steps", 1, whole=True)

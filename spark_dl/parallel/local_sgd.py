@@ -47,6 +47,11 @@ class LocalSGD(Parallel):
 
     strategy: ClassVar[str] = "local_sgd"
     excludes: ClassVar[tuple[Conflict, ...]] = (
+    Conflict("train.validate_every_steps",
+                 lambda c: _compares_apart(c.train.validate_every_steps, c.parallel),
+                 "expected a multiple of parallel.sync_every_steps={c.parallel.sync_every_steps}, as each validation "
+                 "averages the weights of all ranks, found {c.train.validate_every_steps}; parallel.sync_start_step "
+                 "must be such a multiple, too, found {c.parallel.sync_start_step}"),
         Conflict("train.check_replicas_every", lambda c: _compares_apart(c.train.check_replicas_every, c.parallel),
                  "expected a multiple of parallel.sync_every_steps={c.parallel.sync_every_steps}, after which the "
                  "weights of all ranks are the same, found {c.train.check_replicas_every}; parallel.sync_start_step "

@@ -33,7 +33,7 @@ _AT_ONCE = 500
 
 
 def metrics_of(event: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the metrics of an event of a run, by name: of a `step`, of an `epoch`, or of `test` rows.
+    """Returns the metrics of an event of a run, by name: of a `step`, a `validation`, an `epoch`, or `test` rows.
 
     Of a metric with a list of numbers, each number is a metric, `validation/recall/0` ...
     """
@@ -41,8 +41,9 @@ def metrics_of(event: Mapping[str, Any]) -> dict[str, float]:
         numbers = _numbers({name: value for name, value in event.items() if name not in _POSITION}, "train")
         load = {name: layer["max_over_mean"] for name, layer in event.get("expert_load", {}).items()}
         return {**numbers, **_numbers(load, "expert_load")}
-    if event["kind"] == "epoch":
-        return {**_numbers({"epoch_loss": event["train_loss"]}, "train"), **_numbers(event["metrics"], "validation")}
+    if event["kind"] in ("validation", "epoch"):
+        loss = {"epoch_loss": event["train_loss"]} if event["kind"] == "epoch" else {}
+        return {**_numbers(loss, "train"), **_numbers(event["metrics"], "validation")}
     if event["kind"] == "test":
         return _numbers(event["metrics"], "test")
     return {}

@@ -242,7 +242,7 @@ class LiveCurve:
     def show(self, event: Mapping[str, Any]) -> None:
         """Takes an event of a run, and draws the curve if the last picture is old enough."""
         kind = event["kind"]
-        if kind not in ("step", "epoch"):
+        if kind not in ("step", "validation", "epoch"):
             return
         self._steps = event["steps"]
         if kind == "step":

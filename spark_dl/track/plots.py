@@ -24,7 +24,7 @@ _PAGE_STYLE = {
 
 
 def plot_loss(run_dir: str) -> str | None:
-    """Draws `<run_dir>/loss.png`: training loss by step, validation loss by epoch. Returns its path.
+    """Draws `<run_dir>/loss.png`: the losses of training and validation by step. Returns its path.
 
     Returns None without metrics, without matplotlib (the extra `spark_dl[plot]`), or if the run folder is not on a
     local disk.
@@ -40,7 +40,8 @@ def plot_loss(run_dir: str) -> str | None:
     axes.plot([s["step"] for s in steps], [s["loss"] for s in steps], label="training", linewidth=1, alpha=0.5)
     epochs = [line for line in lines if line["kind"] == "epoch"]
     axes.plot([e["step"] for e in epochs], [e["train_loss"] for e in epochs], label="training, mean of the epoch")
-    if validated := [e for e in epochs if "loss" in e["metrics"]]:
+    validations = [line for line in lines if line["kind"] in ("validation", "epoch")]
+    if validated := [e for e in validations if "loss" in e["metrics"]]:
         losses = [e["metrics"]["loss"] for e in validated]
         axes.plot([e["step"] for e in validated], losses, "o-", markersize=3, label="validation")
     axes.set(xlabel="step", ylabel="loss", yscale="log" if min(s["loss"] for s in steps) > 0 else "linear")

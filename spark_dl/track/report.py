@@ -130,7 +130,7 @@ def _whole_bar(attempt: AttemptLog, now: float) -> Bar:
     """Returns how the duration of an attempt was spent, on the clock of the rank that logs."""
     spent = {
         "steps": _sum(attempt.steps, "seconds"),
-        "validation": _sum(attempt.epochs, "validation_s"),
+        "validation": _sum((*attempt.epochs, *attempt.validations), "validation_s"),
         "checkpoints": _sum(attempt.checkpoints, "seconds"),
     }
     since_start = max(seconds_of(attempt, now), sum(spent.values()), 1e-9)
@@ -220,13 +220,19 @@ class Figure:
     svg: str
 
 
-def curves(steps: Sequence[Line], epochs: Sequence[Line], split: TimeSplit | None) -> list[Figure]:
-    """Draws loss, metrics, learning rate, rows per second, and the parts of a step, as far as there are lines."""
+def curves(
+    steps: Sequence[Line], epochs: Sequence[Line], validations: Sequence[Line], split: TimeSplit | None
+) -> list[Figure]:
+    """Draws loss, metrics, learning rate, rows per second, and the parts of a step, as far as there are lines.
+
+    Args:
+        validations: of the ends of epochs, too, in the order of steps.
+    """
     figures = [
-        ("Loss", lambda axes: _loss(axes, steps, epochs)),
+        ("Loss", lambda axes: _loss(axes, steps, epochs, validations)),
         *(
-            (f"Validation: {name}", lambda axes, name=name: _metric(axes, name, epochs))
-            for name in metric_names(epochs)[:_MOST_METRICS]
+            (f"Validation: {name}", lambda axes, name=name: _metric(axes, name, epochs, validations))
+            for name in metric_names(validations)[:_MOST_METRICS]
         ),
         ("Learning rate", lambda axes: _by_step(axes, steps, "lr")),
         ("Rows per second", lambda axes: _by_step(axes, steps, "rows_per_s", from_zero=True)),
@@ -237,9 +243,9 @@ def curves(steps: Sequence[Line], epochs: Sequence[Line], split: TimeSplit | Non
     return drawn if steps or epochs else []
 
 
-def metric_names(epochs: Sequence[Line]) -> list[str]:
+def metric_names(validations: Sequence[Line]) -> list[str]:
     """Returns the names of metrics that are single numbers, except the loss."""
-    names = {name: None for line in epochs for name, value in _metrics(line).items() if number(value) is not None}
+    names = {name: None for line in validations for name, value in _metrics(line).items() if number(value) is not None}
     return [name for name in names if name != "loss"]
 
 
@@ -290,11 +296,11 @@ def _plot(axes: Any, points: tuple[Floats, Floats], color: str, *, label: str | 
     return True
 
 
-def _loss(axes: Any, steps: Sequence[Line], epochs: Sequence[Line]) -> bool:
+def _loss(axes: Any, steps: Sequence[Line], epochs: Sequence[Line], validations: Sequence[Line]) -> bool:
     curves = [
         (_points(steps, lambda line: line.get("loss")), "training", "training"),
         (_points(epochs, lambda line: line.get("train_loss")), "epoch", "training, mean of an epoch"),
-        (_points(epochs, lambda line: _metrics(line).get("loss")), "validation", "validation"),
+        (_points(validations, lambda line: _metrics(line).get("loss")), "validation", "validation"),
     ]
     drawn = [
         _plot(axes, points, color, label=label, **({"marker": "", "linewidth": 1} if color == "training" and
@@ -308,8 +314,8 @@ def _loss(axes: Any, steps: Sequence[Line], epochs: Sequence[Line]) -> bool:
     return any(drawn)
 
 
-def _metric(axes: Any, name: str, epochs: Sequence[Line]) -> bool:
-    drawn = _plot(axes, _points(epochs, lambda line: _metrics(line).get(name)), "validation")
+def _metric(axes: Any, name: str, epochs: Sequence[Line], validations: Sequence[Line]) -> bool:
+    drawn = _plot(axes, _points(validations, lambda line: _metrics(line).get(name)), "validation")
     _epochs_on_top(axes, epochs)
     return drawn
 
@@ -394,11 +400,11 @@ def _content(run: RunLog, now: float) -> dict[str, Any]:
         "state": _state(run.last, now),
         "error": run.last.error,
         "facts": _facts(run, now),
-        "figures": curves(steps, epochs, split_of(steps)),
+        "figures": curves(steps, epochs, run.validations, split_of(steps)),
         "times": [times_of(attempt, strategy, now, len(run.attempts) > 1) for attempt in reversed(with_lines)],
         "is_by_spark": strategies.settings_of(strategy).by_spark,
         "parts": PARTS,
-        "epochs": _epoch_table(epochs),
+        "epochs": _validation_table(run.validations),
         "checkpoints": _checkpoint_table(run),
         "attempts": _attempt_table(run, now) if len(run.attempts) > 1 else [],
         "environment": _environment(run.last),
@@ -443,7 +449,7 @@ def _facts(run: RunLog, now: float) -> list[tuple[str, str]]:
         ("left out", _left_out(run.lines("left_out"))),
         ("epochs", f"{len(epochs)} of {text(_nested(run.config, 'train', 'epochs'))}" if run.config else ""),
         ("training loss", text((epochs[-1] if epochs else last).get("train_loss" if epochs else "loss"))),
-        *((f"validation {name}", text(value)) for name, value in _last_metrics(epochs).items()),
+        *((f"validation {name}", text(value)) for name, value in _last_metrics(run.validations).items()),
         *((f"test {name}", text(value)) for name, value in _last_metrics(run.lines("tests")).items()),
         ("rows per second", f"{statistics.median(rates):,.0f} (median)" if rates else ""),
         ("started", when(run.attempts[0].started)),
@@ -465,18 +471,19 @@ def _left_out(lines: Sequence[Line]) -> str:
     return f"{len(numbers)} step{'s' * (len(numbers) != 1)} with NaN or Inf ({shown}), first in {first}{returns}"
 
 
-def _last_metrics(epochs: Sequence[Line]) -> Mapping[str, Any]:
-    values = epochs[-1].get("metrics") if epochs else None
+def _last_metrics(validations: Sequence[Line]) -> Mapping[str, Any]:
+    values = validations[-1].get("metrics") if validations else None
     return {k: v for k, v in values.items() if number(v) is not None} if isinstance(values, dict) else {}
 
 
-def _epoch_table(epochs: Sequence[Line]) -> dict[str, Any]:
-    metrics = [line["metrics"] if isinstance(line.get("metrics"), dict) else {} for line in epochs]
+def _validation_table(validations: Sequence[Line]) -> dict[str, Any]:
+    """Returns the table of the epochs, and of the validations within them, which have no training loss."""
+    metrics = [line["metrics"] if isinstance(line.get("metrics"), dict) else {} for line in validations]
     names = list(dict.fromkeys(name for values in metrics for name in values))
     rows = [
         [text(_plus_one(line.get("epoch"))), text(line.get("step")), text(line.get("train_loss")),
          *(text(values.get(name)) for name in names)]
-        for line, values in zip(epochs, metrics, strict=True)
+        for line, values in zip(validations, metrics, strict=True)
     ]  # fmt: skip
     return {"columns": ["epoch", "step", "training loss", *(f"validation {name}" for name in names)], "rows": rows}
 

@@ -40,6 +40,8 @@ class AttemptLog:
     ended: float | None = None
     steps: list[Line] = field(default_factory=list)
     epochs: list[Line] = field(default_factory=list)
+    validations: list[Line] = field(default_factory=list)
+    """Of steps within an epoch; those of the ends of epochs are in `epochs`."""
     checkpoints: list[Line] = field(default_factory=list)
     failed_checkpoints: list[Line] = field(default_factory=list)
     """Checkpoints that could not be written, in a run that went on."""
@@ -81,12 +83,18 @@ class RunLog:
     """What is damaged, and left out."""
 
     def lines(self, kind: str) -> list[Line]:
-        """Lines of all attempts: `steps`, `epochs`, `checkpoints`, `failed_checkpoints`, `left_out` or `tests`."""
+        """Lines of all attempts. kind: a field of `AttemptLog` that is a list of lines."""
         return [line for attempt in self.attempts for line in getattr(attempt, kind)]
 
     @property
     def last(self) -> AttemptLog:
         return self.attempts[-1]
+
+    @property
+    def validations(self) -> list[Line]:
+        """Lines of all validations, in the order of steps: of the ends of epochs, and of steps within them."""
+        lines = (*self.lines("epochs"), *self.lines("validations"))
+        return sorted(lines, key=lambda line: number(line["step"]) or 0.0)
 
 
 def read_run(run_dir: str) -> RunLog:
@@ -183,8 +191,8 @@ def _seconds(started: Any) -> float | None:
 def _share_out(lines: Sequence[Line], attempts: Sequence[AttemptLog]) -> None:
     """Gives each attempt the lines that were written after its start, and before that of the next one."""
     kinds = {
-        "step": "steps", "epoch": "epochs", "checkpoint": "checkpoints", "checkpoint_failed": "failed_checkpoints",
-        "skip": "left_out", "rollback": "left_out", "test": "tests",
+        "step": "steps", "epoch": "epochs", "validation": "validations", "checkpoint": "checkpoints",
+        "checkpoint_failed": "failed_checkpoints", "skip": "left_out", "rollback": "left_out", "test": "tests",
     }  # fmt: skip
     for line in lines:
         at = number(line["time"]) or 0.0

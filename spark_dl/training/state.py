@@ -143,8 +143,11 @@ class TrainingProgress:
     """One dict per finished epoch."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """Values of the last validation, which an epoch that `max_steps` ends early has, too."""
+    validated_step: int | None = None
+    """Step of the last validation."""
     best: float | None = None
     epochs_without_gain: int = 0
+    """Validations without an improvement: by default one at the end of each epoch."""
     stopped_early: bool = False
 
     @property
@@ -365,12 +368,12 @@ class RunState:
         return NotWritten(error.url, self._begun.epoch, self._begun.global_step, error.reason)
 
     def _score(self) -> checkpoint.Score | None:
-        """The value for `checkpoint.keep_best`: of the validation after the last epoch, if this is its end."""
-        if self.progress.step or not self.progress.history:
+        """The value for `checkpoint.keep_best`: of the validation of this step, if it has one."""
+        if self.progress.validated_step != self.progress.global_step:
             return None
         train = self._run.config.train
         metric = train.early_stop_metric or "loss"
-        score = self.progress.history[-1]["metrics"].get(metric)
+        score = self.progress.metrics.get(metric)
         if not isinstance(score, int | float):
             return None
         rows = None if self._validation is None else str(self._validation.get("sha256"))

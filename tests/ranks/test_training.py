@@ -11,7 +11,19 @@ import torch
 from torch import nn
 
 from benchmarks.faults import ledger
-from spark_dl import DDP, Checkpoint, Config, Launch, Mesh, ModelSpec, Optimization, worker
+from spark_dl import (
+    DDP,
+    Checkpoint,
+    Config,
+    Launch,
+    LocalSGD,
+    Mesh,
+    ModelSpec,
+    Optimization,
+    ParameterServer,
+    Single,
+    worker,
+)
 from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.launch.rank import rendezvous
 from spark_dl.rundir import checkpoint, run_folder, saving
@@ -305,6 +317,58 @@ def test_early_stop_by_all_ranks_at_once(tmp_path, num_ranks):
     losses = [entry["metrics"]["loss"] for entry in results[0]["history"]]
     best = min(losses[:-2])
     assert all(loss > best - 0.05 for loss in losses[-2:])
+
+
+@pytest.mark.parametrize(("parallel", "num_ranks"), [
+    (DDP(), 3), (Single(), 1), (LocalSGD(sync_every_steps=2), 2), (Mesh(zero_stage=3), 2), (Mesh(pipeline=2), 2),
+    (ParameterServer(num_servers=1), 3),
+], ids=lambda each: getattr(each, "strategy", each))  # fmt: skip
+def test_validations_between_steps_are_those_of_the_weights_then_and_change_nothing(tmp_path, parallel, num_ranks):
+    held_out = write_dataset(str(tmp_path / "held_out"), blobs(90, seed=1), group_rows=40, shard_rows=120)
+    sections = {"parallel": parallel, "checkpoint": Checkpoint(every_steps=2, keep=99)}
+    settings = {"metrics": ACCURACY, "accumulation_steps": 1 if parallel.servers else 2}
+    config = small_config(num_ranks, train={**settings, "validate_every_steps": 2}, **sections)
+    spec = MLP if parallel.servers or isinstance(parallel, Mesh) else DROPOUT_MLP
+    run = make_run(tmp_path, config, spec=spec, validation=held_out)
+    run_ranks(train_rank, num_ranks, run)
+    lines = {line["step"]: line for line in read_metrics(run.run_dir) if line["kind"] == "validation"}
+    assert list(lines) == [2, 4, 8, 10]  # 6 and 12 are ends of epochs
+    saved = {each.step: each for each in checkpoint.list_checkpoints(run.run_dir)}
+    for step, line in lines.items():
+        assert saved[step].manifest["score"] == line["metrics"]["loss"]
+        one = small_config(1, train={"metrics": ACCURACY})
+        alone = make_run(tmp_path, one, spec=spec, train=held_out, checkpoint=saved[step].url)
+        found = run_ranks(evaluate_rank, 1, alone)[0]
+        assert {name: found[name] for name in ("loss", "accuracy")} == pytest.approx(line["metrics"], rel=1e-5)
+
+    without = small_config(num_ranks, train=settings, **sections)
+    other = make_run(tmp_path, without, spec=spec, train=run.train, name="without", validation=held_out)
+    run_ranks(train_rank, num_ranks, other)
+    weights, expected = (checkpoint.load_weights(checkpoint.latest(each.run_dir)) for each in (run, other))
+    assert same_bits(weights, expected)
+
+
+def test_early_stopping_counts_the_validations_between_steps(tmp_path):
+    early = {"early_stop_metric": "loss", "early_stop_min_delta": 100.0, "epochs": 9, "early_stop_patience": 3}
+    config = small_config(2, train={**early, "validate_every_steps": 2, "validation_fraction": 0.2})
+    run = make_run(tmp_path, config)
+    result = run_ranks(train_rank, 2, run)[0]
+    # The first value is the best one, and none after it, of steps 4, 5 (the end of the epoch) and 6, is better.
+    assert (result["steps"], result["epochs"], result["stopped_early"]) == (6, 1, True)
+
+
+def test_a_run_goes_on_between_validations_as_if_it_had_not_been_cut(tmp_path):
+    early = {"early_stop_metric": "loss", "early_stop_min_delta": 100.0, "epochs": 9, "early_stop_patience": 4}
+    settings = {**early, "validate_every_steps": 3, "validation_fraction": 0.2}
+    config = small_config(2, train=settings, checkpoint=Checkpoint(every_steps=2, keep=99))
+    whole = make_run(tmp_path, config, name="whole")
+    expected = run_ranks(train_rank, 2, whole)[0]
+    for step in (2, 4, 6):
+        saved = next(each for each in checkpoint.list_checkpoints(whole.run_dir) if each.step == step)
+        cut = dataclasses.replace(whole, run_dir=str(tmp_path / f"cut{step}"), checkpoint=saved.url)
+        found = run_ranks(train_rank, 2, cut)[0]
+        assert (found["steps"], found["metrics"]) == (expected["steps"], expected["metrics"])
+        assert same_bits(final_state(whole)[0], final_state(cut)[0])
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

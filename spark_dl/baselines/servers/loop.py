@@ -167,9 +167,11 @@ class _ServedTraining:
         while True:
             pause = self._work_until_pause()
             self._catch_up(pause)
-            if pause["why"] != "checkpoint":
+            if pause["why"] != "step":
                 return bool(pause["why"] == "epoch")
-            self.training.save()
+            self.training.end_step()
+            if self.training.is_over():
+                return False
 
     def _work_until_pause(self) -> dict[str, Any]:
         """Works until the next pause. Returns the first server's order to pause."""
@@ -234,7 +236,6 @@ class _ServedTraining:
         training.timer.data_s += sum(head["data_s"] for head in heads) / len(self.roles.trainers)
         if progress.global_step % config.train.log_every == 0:
             self._write_updates()
-        every = config.checkpoint.every_steps
         if self._coordinator.is_done:
             return "epoch"
         plan = training.loader.plan
@@ -242,7 +243,8 @@ class _ServedTraining:
             return None  # the remaining mini-batches have no true row, and end the epoch without an update
         if training.is_over():
             return "over"
-        return "checkpoint" if every and progress.global_step % every == 0 else None
+        is_due = training.is_due(config.checkpoint.every_steps) or training.is_due(config.train.validate_every_steps)
+        return "step" if is_due else None
 
     def _write_updates(self) -> None:
         staleness = sum(self.pending_staleness) / len(self.pending_staleness)

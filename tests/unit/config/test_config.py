@@ -135,6 +135,7 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
     (Train, "train.on_nonfinite", ["ignore", None, 1]),
     (Train, "train.max_nonfinite", [0, -1, 1.5, "3"]),
     (Train, "train.check_replicas_every", [-1, 1.5, "10"]),
+    (Train, "train.validate_every_steps", [-1, 1.5, None]),
     (Train, "train.clip_grad_norm", [0, -1, NAN, INF, "1"]),
     (Train, "train.precision", ["float16", "fp32", None]),
     (Train, "train.compile", [0, 1, "true", None]),

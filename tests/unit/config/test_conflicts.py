@@ -116,9 +116,10 @@ def test_a_strategy_adds_lines_of_its_own():
 
 @pytest.mark.parametrize(("every", "settings"), [(6, {}), (8, {"sync_start_step": 3})], ids=str)
 def test_local_sgd_compares_weights_after_averages_only(every, settings):
-    make_config(parallel=LocalSGD(sync_every_steps=4, sync_start_step=8), check_replicas_every=12)
-    with pytest.raises(ValueError, match=r"^train\.check_replicas_every: expected a multiple of .*sync_every_steps=4"):
-        make_config(parallel=LocalSGD(sync_every_steps=4, **settings), check_replicas_every=every)
+    for name in ("check_replicas_every", "validate_every_steps"):
+        make_config(parallel=LocalSGD(sync_every_steps=4, sync_start_step=8), **{name: 12})
+        with pytest.raises(ValueError, match=rf"^train\.{name}: expected a multiple of .*sync_every_steps=4"):
+            make_config(parallel=LocalSGD(sync_every_steps=4, **settings), **{name: every})
 
 
 def test_M19_local_sgd_does_not_take_fp16():

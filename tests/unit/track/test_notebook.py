@@ -66,6 +66,9 @@ def test_a_notebook_draws_the_loss_at_most_once_a_second(monkeypatch):
     curve.close()
     assert drawn[-1]["text/plain"] == "training loss 0.001 (step 1,000)"
     assert len(drawn) <= 12
+    curve.show({"kind": "validation", "step": 900, "steps": 1000, "metrics": {"loss": 0.75}})
+    curve.close()
+    assert drawn[-1]["text/plain"].endswith(", validation loss 0.75 (step 900)")
     curve.show({"kind": "epoch", "step": 1000, "steps": 1000, "metrics": {"loss": 0.5}})
     curve.close()
     assert drawn[-1]["text/plain"].endswith(", validation loss 0.5 (step 1,000)")

@@ -71,6 +71,15 @@ def test_F12_the_page_says_which_checkpoints_were_not_written(tmp_path):
     assert "step-00000004.gen-0001 4 2023-11-14 22:13:31 UTC not written: rank 1 <No space>" in text
 
 
+def test_validations_between_steps_are_in_the_table_the_figures_and_the_time(tmp_path):
+    at = {"kind": "validation", "epoch": 0, "step": 5, "steps": 20, "time": START + 11.0, "validation_s": 3.0}
+    run = make_run(tmp_path / "run", [*LINES, {**at, "metrics": {"loss": 0.3125, "f1": 0.6875}}])
+    text = seen(run)
+    assert " 1 5 0.3125 0.6875 " in text
+    assert "validation 4 s" in text
+    assert "<figcaption>Validation: f1</figcaption>" in (run / "report.html").read_text()
+
+
 def test_the_page_says_what_the_run_did(tmp_path):
     run = make_run(
         tmp_path / "run", spark={"version": "4.0.1", "master": "yarn"},

@@ -27,6 +27,7 @@ def test_an_epoch_has_the_mean_loss_and_the_metrics_of_the_validation():
         "train/epoch_loss": 0.25, "validation/loss": 0.5, "validation/recall/0": 0.25, "validation/recall/1": 1.0,
     }  # fmt: skip
     assert metrics_of({**event, "metrics": {}}) == {"train/epoch_loss": 0.25}
+    assert metrics_of({"kind": "validation", "step": 15, "metrics": {"loss": 0.5}}) == {"validation/loss": 0.5}
     assert metrics_of({"kind": "test", "step": 20, "metrics": metrics}) == {
         "test/loss": 0.5, "test/recall/0": 0.25, "test/recall/1": 1.0,
     }  # fmt: skip

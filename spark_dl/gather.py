@@ -140,7 +140,8 @@ class _Step:
 
     ranks: RowRanks | str
     """Or why there are none."""
-    micro_batches: int = 1
+    several: str = ""
+    """The setting by which a step has several micro-batches; empty if it has one."""
     weight: Tensor | None = None
     """Weights of the batch of which `spec.batch_loss` has the true rows first; None elsewhere."""
     calls: int = 0
@@ -150,15 +151,15 @@ _step: _Step | None = None
 
 
 @contextlib.contextmanager
-def gathering(ranks: RowRanks | str | None, *, micro_batches: int = 1) -> Iterator[None]:
+def gathering(ranks: RowRanks | str | None, *, several: str = "") -> Iterator[None]:
     """Says what `gather_rows` gathers over if a function of the user calls it in this block. Used on a rank.
 
     Args:
         ranks: a string says why it is an error. None: the ranks of the strategy do not compute a step together.
-        micro_batches: of a step of this rank.
+        several: the setting by which the step has several micro-batches, such as "loader.max_tokens=4096".
     """
     global _step
-    before, _step = _step, _Step(_NOT_TOGETHER if ranks is None else ranks, micro_batches)
+    before, _step = _step, _Step(_NOT_TOGETHER if ranks is None else ranks, several)
     try:
         yield
     finally:
@@ -203,8 +204,9 @@ def gather_rows(tensor: Tensor, batch: Mapping[str, Tensor] | None = None) -> Te
         [rows of all ranks, ...], by rank.
 
     Raises:
-        ValueError: With `train.accumulation_steps` above 1, whose micro-batches are computed one after another; for
-            a strategy whose ranks do not compute a step together; and for a tensor without an entry for each row.
+        ValueError: With `train.accumulation_steps` above 1, or `loader.max_tokens`, whose micro-batches are computed
+            one after another; for a strategy whose ranks do not compute a step together; and for a tensor without an
+            entry for each row.
 
     Example:
         >>> def contrastive(model, batch):
@@ -213,11 +215,11 @@ def gather_rows(tensor: Tensor, batch: Mapping[str, Tensor] | None = None) -> Te
         >>> spark_dl.ModelSpec(build=lambda: torch.nn.Identity(), batch_loss=contrastive)
     """
     rows = _true_rows_of(tensor, batch)
-    if _step is not None and _step.micro_batches > 1:
+    if _step is not None and _step.several:
         raise ValueError(
-            f"spark_dl.gather_rows: found train.accumulation_steps={_step.micro_batches}, expected 1: the rows of "
-            "the other micro-batches are not there when the loss of one of them is computed; return the rows from "
-            "ModelSpec(embed=...) and compare them in ModelSpec(global_loss=...), use more ranks, or a smaller "
+            f"spark_dl.gather_rows: found {_step.several}, expected one micro-batch: the rows of the others are not "
+            "there when the loss of one of them is computed; return the rows from ModelSpec(embed=...) and compare "
+            "them in ModelSpec(global_loss=...) with train.accumulation_steps, use more ranks, or a smaller "
             "train.global_batch_size"
         )
     ranks = _ranks_of_step()

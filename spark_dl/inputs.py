@@ -14,6 +14,7 @@ from spark_dl import storage
 from spark_dl.config import Config, Data, Loader, Shards
 from spark_dl.config.data import Nonfinite
 from spark_dl.data.columns.policies import check_rules
+from spark_dl.data.columns.ragged import check_lengths
 from spark_dl.data.columns.schema import Column, check_reference_columns, check_settings, vocabularies_of
 from spark_dl.data.columns.source import check_batch_names
 from spark_dl.data.dataset.manifest import MANIFEST, SOURCE, STORED, delete_dataset, read_shards
@@ -163,6 +164,7 @@ def shards_of(
     check_settings(columns, config.data.encode)
     _check_weight(columns, config.data.weight)
     num_readers = config.data_size
+    check_lengths(columns, config.loader)
     check_memory(data, columns, config, num_readers, num_datasets)
     warn_of_memory(data, columns, config.loader, num_readers, num_datasets)
     return with_runs(data, config.sequences, config.data.columns)

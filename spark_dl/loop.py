@@ -259,7 +259,7 @@ class Training:
         self.trained.check(number)
         count = self._count(batch)
         before = ModuleState(trainable.modules[0]) if self.is_first_step else None
-        with gathering(trainable.row_ranks, micro_batches=self.config.train.accumulation_steps):
+        with gathering(trainable.row_ranks, several=self.config.several_micro_batches):
             if self.is_first_step:
                 self._check_batch_loss(batch.micro_batches[0])
             with noting_counts() as noted:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from spark_dl.checks.storage import check_dtypes, check_reach, check_transform
 from spark_dl.config import Config, Launch, strategies
+from spark_dl.data.columns.ragged import check_lengths
 from spark_dl.data.columns.schema import check_reference_columns
 from spark_dl.data.dataset.memory import check_memory
 from spark_dl.data.dataset.records import ShardSet
@@ -189,6 +190,7 @@ def _spilled(
 def _check_streamed(shards: ShardSet, run: Run, world: World, task: str) -> None:
     """Checks streamed rows as the driver checks datasets. Raises the same ValueError on all ranks."""
     check_reference_columns(shards.columns, run.reference_columns)
+    check_lengths(shards.select(run.config.data.columns), run.config.loader)
     check_memory(shards, shards.select(run.config.data.columns), run.config, run.config.data_size)
     check_dtypes(run.spec, shards.select(run.config.data.columns), run.config)
     check_transform(run.spec, shards.select(run.config.data.columns), run.config)

@@ -81,6 +81,9 @@ CONFLICTS = (
     FunctionConflict("loader.ragged", lambda s, c: _by_batch(s) and c.loader.ragged == "offsets",
                      "expected 'pad' with spec.batch_loss and spec.evaluation, which get the true rows of a batch, "
                      "found 'offsets'"),
+    FunctionConflict("loader.max_tokens", lambda s, c: s.global_loss is not None and c.loader.max_tokens is not None,
+                     "expected null with spec.global_loss, which needs equally many micro-batches on all ranks, found "
+                     "{c.loader.max_tokens}; use train.accumulation_steps"),
     FunctionConflict("data.assemble", lambda s, c: c.data.assemble is not None and _gets_batches(s),
                      "expected null with spec.forward, spec.batch_loss and spec.evaluation, which get the columns of "
                      "the batch, found {c.data.assemble}"),

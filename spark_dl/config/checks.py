@@ -213,3 +213,9 @@ def _full_condition(column: str, op: Any, value: Any) -> tuple[str, str, Any]:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def integers(value: Any) -> tuple[int, ...] | None:
+    """Returns a list of integers as a tuple; None for anything else."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return tuple(value) if is_list and all(type(number) is int for number in value) else None

@@ -74,6 +74,14 @@ class Config:
         return tuple(dict.fromkeys((*self.data.columns, *(self.sequences.columns if self.sequences else ()))))
 
     @property
+    def several_micro_batches(self) -> str:
+        """The setting by which a rank has several micro-batches in a step, with its value; empty if it has one."""
+        if self.loader.max_tokens is not None:
+            return f"loader.max_tokens={self.loader.max_tokens}"
+        accumulated = self.train.accumulation_steps
+        return f"train.accumulation_steps={accumulated}" if accumulated > 1 else ""
+
+    @property
     def inputs(self) -> tuple[str, ...] | Assembled:
         """The features as the model gets them: each by itself, or all as one tensor."""
         if self.data.assemble is None:

@@ -60,6 +60,15 @@ def _served(c: Config) -> bool:
     return c.parallel.servers > 0
 
 
+def _exchanges_in_micro_batches(c: Config) -> bool:
+    """Whether ranks need equally many micro-batches: they exchange something in each, or plan it."""
+    parallel = c.parallel
+    is_set = any(getattr(parallel, name, False) for name in ("sync_batchnorm", "static_graph"))
+    is_above_1 = any(getattr(parallel, name, 1) > 1 for name in ("pipeline", "experts"))
+    counts = parallel.own_optimizer or parallel.planned  # such as Horovod, which counts backward passes
+    return counts or is_set or is_above_1 or getattr(parallel, "zero_stage", 0) > 1
+
+
 def _replaces_weights(c: Config) -> bool:
     return c.parallel.by_spark or _served(c)
 
@@ -70,6 +79,15 @@ CONFLICTS = (
              "not supported with loader.proportions; pass the validation rows as a separate dataset"),
     Conflict("shards.storage", lambda c: bool(c.loader.proportions) and _local(c),
              "expected 'shared' with loader.proportions, found 'local'; write datasets and pass their URLs"),
+    # lengths
+    Conflict("train.accumulation_steps",
+             lambda c: c.loader.max_tokens is not None and c.train.accumulation_steps > 1,
+             "expected 1 with loader.max_tokens, which says how many micro-batches a rank needs in each step, found "
+             "{c.train.accumulation_steps}; remove one of them"),
+    Conflict("loader.max_tokens", lambda c: c.loader.max_tokens is not None and _exchanges_in_micro_batches(c),
+             "expected null where all ranks need equally many micro-batches: with horovod and auto, a mesh with "
+             "pipeline, experts or zero_stage 2 and 3, and sync_batchnorm or static_graph of ddp, found "
+             "{c.loader.max_tokens}; use train.accumulation_steps"),
     # local storage
     Conflict("data.filters", lambda c: _local(c) and bool(c.data.filters),
              "not supported with shards.storage=local, which takes a DataFrame; filter the DataFrame: df.filter(...)"),

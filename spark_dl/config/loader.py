@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from spark_dl.config.checks import check, check_bool, check_choices, check_number
+from spark_dl.config.checks import check, check_bool, check_choices, check_number, integers
 from spark_dl.config.fields import may_change, named_settings
 
 Ragged = Literal["pad", "offsets"]
@@ -40,9 +40,23 @@ class Loader:
     ragged: Ragged = "pad"
     """Form of ragged columns in batches. `pad` pads each row with zeros to the length of the longest row, and adds
     `<name>_mask`. `offsets` concatenates the values, and adds `<name>_offsets`."""
+    group_by_length: bool = False
+    """Whether a global batch has rows of similar lengths, so that little of it is padding. Rows are sorted by length
+    within a quarter of the shuffle window (at most half of an epoch), and the batches that they make come in a random
+    order. Every row is still used once per epoch, in the same order on any number of ranks. The length of a row is that
+    of its longest ragged column. `predict` always sorts the rows that it gets at once."""
+    max_tokens: int | None = None
+    """Values of a micro-batch in its longest ragged column, with padding: rows times the length of the longest one. The
+    rows of a rank in a step are sorted by length, and as many micro-batches as this takes share them, which does not
+    change the step. A longer row is a micro-batch by itself. In the place of `train.accumulation_steps`; `predict` uses
+    it, too."""
+    pad_to: tuple[int, ...] = ()
+    """Lengths that ragged columns are padded to, in ascending order: the first one that is enough, or a multiple of the
+    last one. Then `train.compile` sees few shapes. Empty: the length of the longest row."""
     rows_at_once: int | None = may_change(None)
-    """Rows that `predict` passes to the model at once. Null: at most 1,024, and no more than 32 MiB of padded rows,
-    where a value of a ragged column counts as 1 KiB, because models keep a vector for each."""
+    """Rows that `predict` passes to the model at once. Null: as `max_tokens` says; without it at most 1,024, and no
+    more than 32 MiB of padded rows, where a value of a ragged column counts as 1 KiB, because models keep a vector for
+    each."""
     proportions: dict[str, float] = field(default_factory=dict)
     """Share of each dataset in every global batch, by name, for training on several datasets."""
     epoch_size: int | None = None
@@ -53,11 +67,19 @@ class Loader:
     def __post_init__(self) -> None:
         for name in ("num_streams", "shuffle_window_rows", "memory_mib", "reader_threads", "prefetch_batches"):
             check_number(self, name, 1, whole=True)
-        for name in ("rows_at_once", "epoch_size"):
+        for name in ("max_tokens", "rows_at_once", "epoch_size"):
             if getattr(self, name) is not None:
                 check_number(self, name, 1, whole=True)
-        check_bool(self, "shuffle")
+        check_bool(self, "shuffle", "group_by_length")
+        lengths = integers(self.pad_to)
+        is_ascending = lengths is not None and min(lengths, default=1) > 0 and [*lengths] == sorted(set(lengths))
+        check(is_ascending, "loader.pad_to", "a list of whole numbers > 0 in ascending order", self.pad_to)
+        object.__setattr__(self, "pad_to", lengths)
         check_choices(self)
+        for name in ("max_tokens", "pad_to"):
+            is_padded = self.ragged == "pad" or not getattr(self, name)
+            check(is_padded, f"loader.{name}", "null with loader.ragged='offsets', which does not pad",
+                  getattr(self, name))  # fmt: skip
         is_mapping = isinstance(self.proportions, Mapping)
         check(is_mapping, "loader.proportions", "a mapping of names to numbers", self.proportions)
         for name, share in self.proportions.items():

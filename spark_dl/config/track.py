@@ -1,10 +1,9 @@
 """The section `track`: where the metrics of a run go beside its folder, and profiles of its ranks."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from spark_dl.config.checks import SettingError, check, check_bool
+from spark_dl.config.checks import SettingError, check, check_bool, integers
 from spark_dl.config.fields import named_settings
 
 _OF_MLFLOW = ("mlflow_registered_model_name", "mlflow_log_model", "mlflow_log_checkpoint")
@@ -63,11 +62,11 @@ class Track:
 
     def _check_profile(self) -> None:
         if self.profile_steps is not None:
-            steps = _integers(self.profile_steps)
+            steps = integers(self.profile_steps)
             is_range = steps is not None and len(steps) == 2 and 1 <= steps[0] <= steps[1]
             check(is_range, "track.profile_steps", "[first step, last step], from 1", self.profile_steps)
             object.__setattr__(self, "profile_steps", steps)
-        ranks = _integers(self.profile_ranks)
+        ranks = integers(self.profile_ranks)
         check(
             ranks is not None and min(ranks, default=0) >= 0,
             "track.profile_ranks",
@@ -81,9 +80,3 @@ class Track:
                 f"expected an empty list without track.profile_steps, found "
                 f"{list(self.profile_ranks)}; set track.profile_steps, or remove it",
             )
-
-
-def _integers(value: Any) -> tuple[int, ...] | None:
-    """Returns a list of integers as a tuple; None for anything else."""
-    is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    return tuple(value) if is_list and all(type(number) is int for number in value) else None

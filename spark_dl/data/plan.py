@@ -6,6 +6,9 @@ A seed and an epoch define one order of all rows, which does not depend on the n
 2. The concatenated rows are split into `num_streams` ranges, equal to within one row: the canonical streams.
 3. Each stream is split into windows of whole segments, and its rows are shuffled within each window.
 4. Global batch `t` has the next `global_batch_size / num_streams` rows of every stream.
+5. With `loader.group_by_length`, the rows of each stream in several steps are sorted by length, and the steps get their
+   parts in a random order, which is the same for all streams. As the streams are random samples of the rows, the rows
+   of a step then have similar lengths on all ranks.
 
 A rank reads whole streams, so it opens only their row groups. Only the last global batch of an epoch can be short. It
 is padded with rows of weight 0.
@@ -150,6 +153,7 @@ class Plan:
         parts: number of row groups on the disk of each rank, with local storage; by default every rank can read all.
         row_bytes: mean size of a row in each row group, if rows have different sizes. # (row groups,)
         window_bytes: with `row_bytes`, maximum size of the shuffle window over all streams.
+        sorts_by_length: whether the rows of several steps are sorted by length.
     """
 
     group_rows: Ints
@@ -161,6 +165,7 @@ class Plan:
     parts: tuple[int, ...] = ()
     row_bytes: npt.NDArray[np.float64] | None = None
     window_bytes: int = 0
+    sorts_by_length: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "group_rows", np.asarray(self.group_rows, dtype=np.int64))
@@ -193,6 +198,27 @@ class Plan:
     def rows_before(self, step: int, epoch: int = 0) -> int:
         """Returns the true rows of the global batches before `step`, over all ranks."""
         return int(np.minimum(self._stream_rows, step * self.stream_batch).sum())
+
+    @cached_property
+    def length_steps(self) -> int:
+        """Steps whose rows are sorted by length together: a quarter of the shuffle window. 1 if rows are not sorted.
+
+        Half of an epoch at most: otherwise the longest rows of all would be together in every epoch.
+        """
+        if not self.sorts_by_length:
+            return 1
+        return max(1, min(self.window_rows // 4 // self.global_batch_size, self.steps // (1 + self.shuffle)))
+
+    def places_by_length(self, epoch: int, first_step: int) -> Ints:
+        """Returns the place by length of each of the steps that are sorted together. # (steps,)
+
+        Args:
+            first_step: a multiple of `length_steps`.
+        """
+        steps = min(self.length_steps, self.steps - first_step)
+        if not self.shuffle:
+            return np.arange(steps)
+        return np.random.default_rng((self.seed, epoch, first_step, 0, 0x1E)).permutation(steps)
 
     @cached_property
     def _stream_rows(self) -> Ints:
@@ -279,6 +305,20 @@ def streams_of_rank(num_streams: int, rank: int, world_size: int) -> range:
             "one stream; raise loader.num_streams (and train.global_batch_size, which must be a multiple of it)"
         )
     return range(rank * num_streams // world_size, (rank + 1) * num_streams // world_size)
+
+
+def order_by_length(lengths: Ints, stream_batch: int, places: Ints) -> Ints:
+    """Returns the order of rows of a stream in which each step has rows of similar lengths. # (rows,) -> (rows,)
+
+    Rows of the same length keep their order. The last steps may have fewer rows, or none.
+
+    Args:
+        places: place of each step by the length of its rows. # (steps,)
+    """
+    step_of = np.arange(len(lengths)) // stream_batch
+    order = np.empty(len(lengths), dtype=np.int64)
+    order[np.argsort(places[step_of], kind="stable")] = np.argsort(lengths, kind="stable")
+    return order
 
 
 def windows_from(stream: Stream, row: int) -> Iterator[tuple[Window, int]]:

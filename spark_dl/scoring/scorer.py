@@ -20,7 +20,7 @@ from spark_dl.config import Config
 from spark_dl.config.checks import listed, suggestion
 from spark_dl.config.load import as_read
 from spark_dl.data.columns.batch import build_batch, cast_columns, check_assembled, two_rows_of_zeros
-from spark_dl.data.columns.ragged import Array, Ragged, from_lengths
+from spark_dl.data.columns.ragged import Array, Ragged, from_lengths, lengths_of, padded_length, take, take_rows
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.write.shards import first_row_columns
@@ -79,7 +79,14 @@ class Scorer:
     def outputs(
         self, model: nn.Module, cells: Sequence[Array | Ragged], device: torch.device | str
     ) -> dict[str, Tensor | Ragged]:
-        """Computes the new columns of some rows. # cells: of each feature; returns each (rows, ...)"""
+        """Computes the new columns of some rows. # cells: of each feature; returns each (rows, ...)
+
+        Rows with ragged features are sorted by length, so that little of what the model computes is padding.
+        """
+        order = None
+        if any(isinstance(c, Ragged) for c in cells):
+            order = np.argsort(-lengths_of(cells, len(cells[0])), kind="stable")
+            cells = [take_rows(c, order) for c in cells]
         columns = cast_columns(self.columns, self.config.data.cast)
         parts: list[dict[str, Tensor]] = []
         lengths: dict[str, list[npt.NDArray[np.int64]]] = {name: [] for name, _ in self.varying}
@@ -87,32 +94,39 @@ class Scorer:
         while start < rows or not parts:
             stop = start + self._rows_at_once([c[start : start + MOST_ROWS_AT_ONCE] for c in cells])
             some = [c[start:stop] for c in cells]
-            batch = self.spec.prepare(self._batch(columns, some))
+            batch = self.spec.prepare(self._batch(columns, some, self.config.loader.pad_to))
             named = dict(self.predictions(model, batch, len(some[0]), device))
             for name, feature in self.varying:
                 cut = some[self.config.data.features.index(feature)]
                 assert isinstance(cut, Ragged)
-                named[name] = _without_padding(name, named[name], cut, feature)
+                longest = padded_length(int(cut.lengths.max(initial=0)), self.config.loader.pad_to)
+                named[name] = _without_padding(name, named[name], cut, longest, feature)
                 lengths[name].append(cut.lengths)
             parts.append(named)
             start = stop
         whole: dict[str, Tensor | Ragged] = {name: _joined(name, [part[name] for part in parts]) for name in parts[0]}
         for name, of_parts in lengths.items():
             whole[name] = from_lengths(cast("Tensor", whole[name]).numpy(), np.concatenate(of_parts))
+        if order is not None:
+            back = np.argsort(order)
+            whole = {n: take(c, back) if isinstance(c, Ragged) else c[torch.from_numpy(back)] for n, c in whole.items()}
         return whole
 
-    def _batch(self, columns: Sequence[Column], cells: Sequence[Array | Ragged]) -> Batch:
+    def _batch(self, columns: Sequence[Column], cells: Sequence[Array | Ragged], pad_to: Sequence[int] = ()) -> Batch:
         """Builds the batch of some rows, each of which has the weight 1, as rows to train on have. # cells: as there"""
-        return {"weight": torch.ones(len(cells[0])), **build_batch(columns, cells, self.config.loader.ragged)}
+        return {"weight": torch.ones(len(cells[0])), **build_batch(columns, cells, self.config.loader.ragged, pad_to)}
 
     def _rows_at_once(self, cells: Sequence[Array | Ragged]) -> int:
         """Returns how many of some rows the model gets at once, at least one. # cells: of each feature"""
-        if self.config.loader.rows_at_once is not None:
-            return self.config.loader.rows_at_once
-        most = max(1, len(cells[0]))
+        loader, most = self.config.loader, max(1, len(cells[0]))
+        if loader.rows_at_once is not None:
+            return loader.rows_at_once
+        if loader.max_tokens is not None:
+            longest = padded_length(int(lengths_of(cells, most).max(initial=0)), loader.pad_to) if len(cells[0]) else 0
+            return max(1, loader.max_tokens // max(1, longest))
         for column, of_column in zip(self.columns, cells, strict=True):
             if isinstance(of_column, Ragged):
-                longest = max(1, int(of_column.lengths.max(initial=0)))
+                longest = max(1, padded_length(int(of_column.lengths.max(initial=0)), loader.pad_to))
                 row_bytes = longest * _BYTES_OF_RAGGED_VALUE * math.prod(column.inner)
             else:
                 row_bytes = column.value_bytes
@@ -170,9 +184,8 @@ class Scorer:
             return {}
 
 
-def _without_padding(name: str, value: Tensor, cells: Ragged, feature: str) -> Tensor:
+def _without_padding(name: str, value: Tensor, cells: Ragged, longest: int, feature: str) -> Tensor:
     """Returns the values of all rows, one after the other. # value: (rows, longest, ...), returns: (values, ...)"""
-    longest = int(cells.lengths.max(initial=0))
     if value.ndim < 2 or value.shape[1] != longest:
         raise ValueError(
             f"spec.predict: expected one value in the column {name!r} for each value of {feature!r}, shape "

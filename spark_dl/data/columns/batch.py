@@ -18,7 +18,17 @@ import torch
 from torch import Tensor
 
 from spark_dl.config import Data
-from spark_dl.data.columns.ragged import Array, Ragged, concatenate, from_lengths, pad, padded_bytes
+from spark_dl.data.columns.ragged import (
+    Array,
+    Ragged,
+    concatenate,
+    from_lengths,
+    lengths_of,
+    pad,
+    padded_bytes,
+    padded_length,
+    take_rows,
+)
 from spark_dl.data.columns.schema import Column
 from spark_dl.spec import NumberedBatch
 
@@ -157,12 +167,14 @@ class StepBatches:
     """True rows of the global batch, over all ranks."""
 
 
-def build_batch(columns: Sequence[Column], cells: Sequence[Array | Ragged], ragged: str) -> Batch:
+def build_batch(
+    columns: Sequence[Column], cells: Sequence[Array | Ragged], ragged: str, pad_to: Sequence[int] = ()
+) -> Batch:
     """Makes tensors of arrays, sharing their memory if they have the dtypes of the columns. # cells: of each column
 
     With `ragged="pad"` a ragged column becomes `name`, [rows, longest, *inner], padded with zeros, and `name_mask`,
-    [rows, longest] bool. With `ragged="offsets"` it becomes `name`, [values, *inner], concatenated, and
-    `name_offsets`, [rows + 1] int64.
+    [rows, longest] bool, where `longest` is a length of `pad_to`, if there are any. With `ragged="offsets"` it becomes
+    `name`, [values, *inner], concatenated, and `name_offsets`, [rows + 1] int64.
     """
     batch: Batch = {}
     for column, stored in zip(columns, cells, strict=True):
@@ -170,13 +182,23 @@ def build_batch(columns: Sequence[Column], cells: Sequence[Array | Ragged], ragg
         if not isinstance(values, Ragged):
             batch[column.name] = torch.from_numpy(values)
         elif ragged == "pad":
-            padded, mask = pad(values)
+            padded, mask = pad(values, padded_length(int(values.lengths.max(initial=0)), pad_to))
             batch[column.name], batch[f"{column.name}_mask"] = torch.from_numpy(padded), torch.from_numpy(mask)
         else:
             offsets = values.offsets - values.offsets[0]
             batch[column.name] = torch.from_numpy(np.array(values.own_values))
             batch[f"{column.name}_offsets"] = torch.from_numpy(offsets)
     return batch
+
+
+class _Piece(NamedTuple):
+    """The rows of a micro-batch."""
+
+    cells: Sequence[Array | Ragged]
+    """Of each column. # each (rows, *cell)"""
+    weight: Array
+    streams: tuple[StreamRows, ...]
+    """As in `BatchKey`."""
 
 
 @dataclass(frozen=True)
@@ -197,6 +219,10 @@ class BatchBuilder:
     """The setting of the memory limit, for error messages."""
     numbered: bool = False
     """Whether batches know the numbers of their rows."""
+    max_tokens: int | None = None
+    """Values of the longest ragged column in a micro-batch, with padding; None for `micro_batches` of equal sizes."""
+    pad_to: Sequence[int] = ()
+    """`loader.pad_to`."""
 
     @functools.cached_property
     def columns(self) -> tuple[Column, ...]:
@@ -212,7 +238,8 @@ class BatchBuilder:
         size = rows * self._fixed_bytes
         if not self._ragged:
             return size
-        ragged_bytes = {c.name: self._ragged_bytes(c, [part.cells[i] for part in parts]) for i, c in self._ragged}
+        pieces = self._pieces(parts)
+        ragged_bytes = {c.name: self._ragged_bytes(c, [piece.cells[i] for piece in pieces]) for i, c in self._ragged}
         size += sum(of_column for of_column, _ in ragged_bytes.values())
         if self.memory is not None and size > self.memory:
             name, (most, longest) = max(ragged_bytes.items(), key=lambda item: item[1])
@@ -242,68 +269,94 @@ class BatchBuilder:
         return [(i, c) for i, c in enumerate(self.columns) if c.is_ragged]
 
     def _ragged_bytes(self, column: Column, cells: Sequence[Array | Ragged]) -> tuple[int, int]:
-        """Bytes of a column in all micro-batches, and values of its longest row. # cells: of each dataset"""
+        """Bytes of a column in all micro-batches, and values of its longest row. # cells: of each micro-batch"""
         value_bytes = np.dtype(column.dtype).itemsize * math.prod(column.inner)
         size, most = 0, 0
-        for pieces in zip(*(self._cut(of_dataset) for of_dataset in cells), strict=True):
-            lengths = np.concatenate([piece.lengths for piece in pieces if isinstance(piece, Ragged)])
-            longest = int(lengths.max(initial=0))
+        for piece in cells:
+            assert isinstance(piece, Ragged)
+            longest = int(piece.lengths.max(initial=0))
             most = max(most, longest)
             if self.ragged == "pad":
-                size += padded_bytes(len(lengths), longest, value_bytes)
+                size += padded_bytes(len(piece), padded_length(longest, self.pad_to), value_bytes)
             else:
-                size += value_bytes * int(lengths.sum()) + _OFFSET_BYTES * (len(lengths) + 1)
+                size += value_bytes * int(piece.lengths.sum()) + _OFFSET_BYTES * (len(piece) + 1)
         return size, most
 
     def build(self, parts: Sequence[StepRows], key: Sequence[int]) -> list[Batch]:
-        """Builds the micro-batches of a step, of near-equal sizes, larger ones first. # parts: rows of each dataset
+        """Builds the micro-batches of a step: of near-equal sizes, larger ones first, or as `max_tokens` says.
 
-        Every micro-batch has rows of each dataset. `prepare` gets each with its `BatchKey`.
+        # parts: rows of each dataset. Every micro-batch of near-equal sizes has rows of each. `prepare` gets each with
+        its `BatchKey`.
 
         Args:
             key: epoch, step and rank.
         """
         epoch, number, rank = key
         batches = []
-        for i, pieces in enumerate(zip(*(self._pieces(part) for part in parts), strict=True)):
-            # Arrays are concatenated before they become tensors: longest rows and offsets differ between datasets.
-            cells = [concatenate(c) for c in zip(*(piece.cells for piece in pieces), strict=True)]
-            batch = build_batch(self.columns, cells, self.ragged)
-            weight = np.concatenate([piece.weight for piece in pieces])
+        for i, piece in enumerate(self._pieces(parts)):
+            batch = build_batch(self.columns, piece.cells, self.ragged, self.pad_to)
+            weight = piece.weight
             if self.data.weight is not None:
                 del batch[self.data.weight]
-                weight = row_weights(self.data.weight, cells[self._weight_index], weight)
+                weight = row_weights(self.data.weight, piece.cells[self._weight_index], weight)
             batch["weight"] = torch.from_numpy(weight)
             if self.prepare is not None:
-                batch = dict(self.prepare(batch, BatchKey(epoch, number, rank, i, self._streams(parts, i))))
+                batch = dict(self.prepare(batch, BatchKey(epoch, number, rank, i, piece.streams)))
             batch = {name: t.pin_memory() for name, t in batch.items()} if self.pin else batch
             if self.numbered:
-                batch = NumberedBatch(batch, (epoch, number), self._streams(parts, i))
+                batch = NumberedBatch(batch, (epoch, number), piece.streams)
             batches.append(batch)
         return batches
 
-    def _pieces(self, rows: StepRows) -> list[StepRows]:
-        weights, *cells = (self._cut(c) for c in (rows.weight, *rows.cells))
-        return [StepRows(piece, weight) for weight, *piece in zip(weights, *cells, strict=True)]
+    def _pieces(self, parts: Sequence[StepRows]) -> list[_Piece]:
+        """Returns the rows of each micro-batch. # parts: rows of each dataset"""
+        if self.max_tokens is not None:
+            return self._by_tokens(parts, self.max_tokens)
+        bounds = [self._bounds(len(part.weight)) for part in parts]
+        return [self._piece(parts, of_micro_batch) for of_micro_batch in zip(*bounds, strict=True)]
 
-    def _cut(self, cells: Array | Ragged) -> list[Array | Ragged]:
-        return [cells[a:b] for a, b in self._bounds(len(cells))]
+    def _piece(self, parts: Sequence[StepRows], bounds: Sequence[tuple[int, int]]) -> _Piece:
+        """Returns a micro-batch of rows of each dataset. # bounds: of each the first row, and the row after the last"""
+        # Arrays are concatenated before they become tensors: longest rows and offsets differ between datasets.
+        sliced = [
+            [cells[a:b] for cells in (part.weight, *part.cells)] for part, (a, b) in zip(parts, bounds, strict=True)
+        ]
+        weight, *cells = (concatenate(of_column) for of_column in zip(*sliced, strict=True))
+        assert not isinstance(weight, Ragged)
+        return _Piece(cells, weight, _streams(parts, bounds))
+
+    def _by_tokens(self, parts: Sequence[StepRows], most: int) -> list[_Piece]:
+        """Cuts the rows, the longest first, into micro-batches of at most `most` values with their padding."""
+        whole = self._piece(parts, [(0, len(part.weight)) for part in parts])
+        lengths = lengths_of(whole.cells, len(whole.weight))
+        order = np.argsort(-lengths, kind="stable")
+        by_row = [
+            StreamRows(each.dataset, each.stream, each.first + i, 1) for each in whole.streams for i in range(each.rows)
+        ]
+        pieces, start = [], 0
+        while start < len(order):
+            longest = padded_length(int(lengths[order[start]]), self.pad_to)
+            rows = order[start : start + max(1, most // max(1, longest))]
+            cells = [take_rows(c, rows) for c in whole.cells]
+            pieces.append(_Piece(cells, whole.weight[rows], tuple(by_row[i] for i in rows) if by_row else ()))
+            start += len(rows)
+        return pieces
 
     def _bounds(self, rows: int) -> list[tuple[int, int]]:
         """Returns the first row of each micro-batch, and the row after its last one."""
         size, more = divmod(rows, self.micro_batches)
         return list(itertools.pairwise(i * size + min(i, more) for i in range(self.micro_batches + 1)))
 
-    def _streams(self, parts: Sequence[StepRows], micro_batch: int) -> tuple[StreamRows, ...]:
-        """Returns which streams the rows of a micro-batch are from, in their order."""
-        if not all(part.streams for part in parts):
-            return ()
-        pieces = []
-        for dataset, part in enumerate(parts):
-            of_stream = len(part.weight) // len(part.streams)
-            low, high = self._bounds(len(part.weight))[micro_batch]
-            for place, stream in enumerate(part.streams):
-                first, stop = max(low, place * of_stream), min(high, (place + 1) * of_stream)
-                if first < stop:
-                    pieces.append(StreamRows(dataset, stream, first - place * of_stream, stop - first))
-        return tuple(pieces)
+
+def _streams(parts: Sequence[StepRows], bounds: Sequence[tuple[int, int]]) -> tuple[StreamRows, ...]:
+    """Returns which streams some rows are from, in their order. # bounds: as for `BatchBuilder._piece`"""
+    if not all(part.streams for part in parts):
+        return ()
+    pieces = []
+    for dataset, (part, (low, high)) in enumerate(zip(parts, bounds, strict=True)):
+        of_stream = len(part.weight) // len(part.streams)
+        for place, stream in enumerate(part.streams):
+            first, stop = max(low, place * of_stream), min(high, (place + 1) * of_stream)
+            if first < stop:
+                pieces.append(StreamRows(dataset, stream, first - place * of_stream, stop - first))
+    return tuple(pieces)

@@ -6,12 +6,17 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+if TYPE_CHECKING:
+    from spark_dl.config import Loader
+    from spark_dl.data.columns.schema import Column
+
 Array = npt.NDArray[Any]
+Ints = npt.NDArray[np.int64]
 MAX_AXES = 64
 """Maximum number of axes of a NumPy 2 array (NumPy 1: 32)."""
 _LONG_ROWS = 256
@@ -107,6 +112,11 @@ def take(ragged: Ragged, rows: npt.NDArray[np.integer[Any]]) -> Ragged:
     return taken
 
 
+def take_rows(cells: Array | Ragged, rows: npt.NDArray[np.integer[Any]]) -> Array | Ragged:
+    """Copies the given rows of an array, or of a ragged array, in this order. # rows: (n,)"""
+    return take(cells, rows) if isinstance(cells, Ragged) else cells[rows]
+
+
 def copy_rows(
     values: Array,
     starts: npt.NDArray[np.int64],
@@ -150,6 +160,22 @@ def pad(ragged: Ragged, length: int | None = None, fill: Any = 0) -> tuple[Array
     return out, mask
 
 
+def lengths_of(cells: Sequence[Array | Ragged], rows: int) -> Ints:
+    """Returns the length of each row: that of its longest ragged cell, 0 without one. # (rows,)"""
+    lengths = np.zeros(rows, dtype=np.int64)
+    for of_column in cells:
+        if isinstance(of_column, Ragged):
+            np.maximum(lengths, of_column.lengths, out=lengths)
+    return lengths
+
+
+def padded_length(longest: int, pad_to: Sequence[int]) -> int:
+    """Returns the length that rows are padded to, of which the longest has `longest` values (`loader.pad_to`)."""
+    if not pad_to or not longest:
+        return longest
+    return next((length for length in pad_to if length >= longest), -(-longest // pad_to[-1]) * pad_to[-1])
+
+
 def padded_bytes(rows: int, longest: int, value_bytes: int) -> int:
     """Bytes of the array and the mask that `pad` returns."""
     return rows * longest * (value_bytes + 1)
@@ -165,6 +191,19 @@ def concatenate(parts: Sequence[Array | Ragged]) -> Array | Ragged:
     assert len(ragged) == len(parts)
     filled = [p.own_values for p in ragged if len(p.own_values)]  # rows without values have no inner shape
     return from_lengths(np.concatenate(filled or [ragged[0].own_values]), np.concatenate([p.lengths for p in ragged]))
+
+
+def check_lengths(columns: Sequence[Column], loader: Loader) -> None:
+    """Raises ValueError for settings of lengths if all rows have the same. Called on the driver, and by loaders."""
+    if any(column.is_ragged for column in columns):
+        return
+    for name in ("group_by_length", "max_tokens", "pad_to"):
+        if found := getattr(loader, name):
+            raise ValueError(
+                f"loader.{name}: expected a column with arrays of varying length, found none among "
+                f"{[column.name for column in columns]}, so that all rows have the same length; remove it (it is "
+                f"{found})"
+            )
 
 
 def _positions(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -18,7 +18,7 @@ from spark_dl.data.load.build import BatchLoader
 from spark_dl.data.load.resume_check import dataset_digest
 from spark_dl.data.plan import Split
 
-_NEW = ("split", "validation_fraction", "validation_fold", "window_rows", "window_bytes")
+_NEW = ("split", "validation_fraction", "validation_fold", "window_rows", "window_bytes", "length_steps")
 """Keys that a state saved by an earlier version does not have."""
 _CALLERS = 12
 """How many callers are looked at."""
@@ -69,6 +69,7 @@ class RankDataset(IterableDataset[Any]):
             # loader.memory_mib bounds these, and need not be the same.
             "window_rows": getattr(loader.plan, "window_rows", None) if is_shuffled else None,
             "window_bytes": getattr(loader.plan, "window_bytes", None) if is_shuffled and is_ragged else None,
+            "length_steps": getattr(loader.plan, "length_steps", 1),
         }
         """All that the order of rows depends on."""
         self._epoch, self._step = 0, 0

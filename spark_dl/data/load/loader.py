@@ -20,10 +20,10 @@ from spark_dl.data.columns.batch import WEIGHT_BYTES, BatchBuilder, Prepare, Ste
 from spark_dl.data.columns.ragged import Array
 from spark_dl.data.dataset.memory import check_memory, decoding_bytes, memory_setting, share_mib
 from spark_dl.data.dataset.records import ShardSet
-from spark_dl.data.load.row_names import describe_rows, rows_of_step
+from spark_dl.data.load.row_names import describe_rows, rows_of_steps
 from spark_dl.data.load.window_reader import Arena, ReadSchedule, WindowReader
 from spark_dl.data.parquet.buffers import PrefetchBudget
-from spark_dl.data.plan import Ints, Plan, Split, check_held_out, streams_of_rank
+from spark_dl.data.plan import Ints, Plan, Split, check_held_out, order_by_length, streams_of_rank
 from spark_dl.data.read.rows import HELD_ROW_GROUPS, Limits
 from spark_dl.data.read.sequences import build_rows
 
@@ -177,11 +177,13 @@ class ShardLoader:
             parts=shards.part_groups,
             row_bytes=self._group_row_bytes,
             window_bytes=self._budget // 4,
+            sorts_by_length=loader.group_by_length,
         )
         self._rank = rank
         self._builder = BatchBuilder(
             self._rows.columns, config.data, micro_batches, loader.ragged, prepare, pin, memory=self._budget,
-            memory_setting=setting, numbered=train.random_by == "row",
+            memory_setting=setting, numbered=train.random_by == "row", max_tokens=loader.max_tokens,
+            pad_to=loader.pad_to,
         )  # fmt: skip
         # Selecting the rows of a split copies them. Filling NaN and Inf copies all rows.
         has_split = split != "all" and train.validation_fraction > 0
@@ -205,8 +207,12 @@ class ShardLoader:
         return read_ahead(self._batches(epoch, start_step, room), self._memory.bundles_ahead, room)
 
     def name_rows(self, epoch: int, step: int) -> str:
-        """Names the rows of this rank in a step, for messages."""
-        return describe_rows(self._shards, self._rows, rows_of_step(self.plan, self._streams, epoch, step))
+        """Names the rows of this rank in a step, for messages; all that it is sorted by length with, if it is."""
+        first = step // self.plan.length_steps * self.plan.length_steps
+        stop = first + self.plan.length_steps
+        named = describe_rows(self._shards, self._rows, rows_of_steps(self.plan, self._streams, epoch, first, stop))
+        among = f"among those of {stop - first} steps that are sorted by length (loader.group_by_length): "
+        return named if stop - first == 1 else among + named
 
     def _batches(self, epoch: int, start_step: int, room: PrefetchBudget) -> Generator[list[StepBatches], None, None]:
         step, memory = start_step, self._memory
@@ -231,11 +237,13 @@ class ShardLoader:
         """
         if start_step >= self.plan.steps:
             return
-        schedule = ReadSchedule(self.plan.streams(epoch, self._streams), self.plan.stream_batch, start_step)
+        # Rows that are sorted by length together are read from the first of their steps on.
+        first_step = start_step // self.plan.length_steps * self.plan.length_steps
+        schedule = ReadSchedule(self.plan.streams(epoch, self._streams), self.plan.stream_batch, first_step)
         arena, threads = self._arena(schedule), self._memory.threads
         reader = WindowReader(self._rows, schedule, arena, threads, self._memory.slots_bytes, wait_s=self._wait_s)
         with closing(reader):
-            yield from self._gather(arena, reader, start_step)
+            yield from self._gather(arena, reader, epoch, first_step, start_step)
         self._spare.append(arena)
 
     def _arena(self, schedule: ReadSchedule) -> Arena:
@@ -257,13 +265,17 @@ class ShardLoader:
             num_slots=num_slots,
             slot_rows=slot_rows,
             num_tails=len(self._streams),
-            tail_rows=self.plan.stream_batch,
+            tail_rows=self.plan.stream_batch * self.plan.length_steps,
         )
 
-    def _gather(self, arena: Arena, reader: WindowReader, start_step: int) -> Iterator[list[StepRows]]:
+    def _gather(
+        self, arena: Arena, reader: WindowReader, epoch: int, first_step: int, start_step: int
+    ) -> Iterator[list[StepRows]]:
         batch, streams, end = self.plan.stream_batch, len(self._streams), self.plan.steps
         at_once = self._memory.at_once
-        cursors = [_Cursor(i, arena, reader, batch) for i in range(streams)]
+        cursors = [_Cursor(i, arena, reader, self.plan, epoch, first_step) for i in range(streams)]
+        for cursor in cursors:
+            cursor.skip((start_step - first_step) * batch, (end - first_step) * batch)
         step = start_step
         while step < end:
             ahead = [cursor.fill((end - step) * batch) // batch for cursor in cursors]
@@ -282,9 +294,14 @@ class ShardLoader:
 class _Cursor:
     """A cursor in one stream: the positions of its next rows in the arena."""
 
-    def __init__(self, stream: int, arena: Arena, reader: WindowReader, batch: int):
-        self._stream, self._arena, self._reader, self._batch = stream, arena, reader, batch
+    def __init__(self, stream: int, arena: Arena, reader: WindowReader, plan: Plan, epoch: int, step: int):
+        self._stream, self._arena, self._reader, self._plan, self._epoch = stream, arena, reader, plan, epoch
+        self._batch, self._together = plan.stream_batch, plan.length_steps
+        self._step = step
+        """The next step whose rows are not sorted by length."""
         self._order: Ints = np.empty(0, dtype=np.int64)
+        self._ready = 0
+        """Number of positions in `_order` that are in the order of use."""
         self._last: Ints = self._order
         """Position of the last used row."""
         self._true_rows = 0
@@ -296,7 +313,7 @@ class _Cursor:
 
         At the end of the stream its last row is repeated up to the end of the epoch.
         """
-        while len(self._order) < self._batch:
+        while self._ready < self._batch:
             left = self._order if len(self._order) else self._last
             tail = self._arena.to_tail(self._stream, left)
             if self._slot is not None:
@@ -304,18 +321,44 @@ class _Cursor:
                 self._slot = None
             if not self._reader.has_more(self._stream):
                 missing = rows_to_end - len(self._order)
-                self._order = np.concatenate([tail[: len(self._order)], np.repeat(tail[-1:], missing)])
+                left = self._by_length(tail[: len(self._order)])
+                self._order = np.concatenate([left, np.repeat(tail[-1:], missing)])
+                self._ready = len(self._order)
                 break
             read, self._slot = self._reader.next(self._stream)
             order = self._arena.slot_start(self._slot) + read.window.order()
             self._order = np.concatenate([tail[: len(self._order)], order[read.skip :]])
             self._last = order[-1:]
             self._true_rows = len(self._order)
-        return len(self._order)
+            self._ready = len(self._order)
+            if self._together > 1:
+                self._ready -= self._ready % (self._batch * self._together)
+                self._order[: self._ready] = self._by_length(self._order[: self._ready])
+        return self._ready
+
+    def _by_length(self, positions: Ints) -> Ints:
+        """Sorts the next rows of the stream, from a step on whose rows begin to be sorted together."""
+        if self._together == 1:
+            return positions
+        rows, lengths = self._batch * self._together, self._arena.lengths(positions)
+        ordered = [positions[:0]]
+        for first in range(0, len(positions), rows):
+            places = self._plan.places_by_length(self._epoch, self._step)
+            order = order_by_length(lengths[first : first + rows], self._batch, places)
+            ordered.append(positions[first : first + rows][order])
+            self._step += self._together
+        return np.concatenate(ordered)
+
+    def skip(self, rows: int, rows_to_end: int) -> None:
+        """Leaves out the next rows. # rows_to_end: up to the end of the epoch, with padding"""
+        while rows:
+            taken, _ = self.take(min(rows, self.fill(rows_to_end)))
+            rows, rows_to_end = rows - len(taken), rows_to_end - len(taken)
 
     def take(self, rows: int) -> tuple[Ints, Array]:
         """Returns the next positions and their weights. # (rows,), (rows,)"""
         taken, self._order = self._order[:rows], self._order[rows:]
+        self._ready -= rows
         weights = np.zeros(rows, dtype=np.float32)
         weights[: self._true_rows] = 1
         self._true_rows = max(0, self._true_rows - rows)

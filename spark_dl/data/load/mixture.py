@@ -164,6 +164,7 @@ class MixedLoader:
         self._builder = BatchBuilder(
             self.columns, config.data, micro_batches, config.loader.ragged, prepare, pin, memory=memory_mib << 20,
             memory_setting=memory_setting(memory_mib), numbered=config.train.random_by == "row",
+            max_tokens=config.loader.max_tokens, pad_to=config.loader.pad_to,
         )  # fmt: skip
         self._ready_bytes = (memory_mib << 20) // READY_SHARE
 

@@ -32,12 +32,15 @@ def name_rows(loader: NamesRows, epoch: int, step: int) -> str:
         return f"not known ({type(error).__name__}: {error})"
 
 
-def rows_of_step(plan: Plan, streams: range, epoch: int, step: int) -> Ints:
-    """Returns the rows of some streams in a step, sorted, without padding. # (rows, 2): row group, row"""
+def rows_of_steps(plan: Plan, streams: range, epoch: int, step: int, end: int) -> Ints:
+    """Returns the rows of some streams from a step to the one before `end`, sorted, without padding.
+
+    # (rows, 2): row group, row
+    """
     first = step * plan.stream_batch
     parts = [np.empty((0, 2), np.int64)]
     for stream in plan.streams(epoch, streams):
-        stop = min(first + plan.stream_batch, stream.rows)
+        stop = min(end * plan.stream_batch, stream.rows)
         for window, skip in windows_from(stream, first):
             if window.first >= stop:
                 break
@@ -51,7 +54,7 @@ def rows_of_step(plan: Plan, streams: range, epoch: int, step: int) -> Ints:
 
 
 def describe_rows(shards: ShardSet, rows: Rows | SequenceRows, found: Ints) -> str:
-    """Names rows of a dataset, as `rows_of_step` returns them. A long list is shortened."""
+    """Names rows of a dataset, as `rows_of_steps` returns them. A long list is shortened."""
     if isinstance(rows, SequenceRows):
         found, what = rows.first_rows(found), "the sequences from "
     else:

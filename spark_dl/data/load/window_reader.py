@@ -71,6 +71,14 @@ class Arena:
                 column[start : start + len(positions)] = column[positions]
         return np.arange(start, start + len(positions))
 
+    def lengths(self, positions: Ints) -> Ints:
+        """Returns the length of the longest ragged cell of each row. # (rows,) -> (rows,)"""
+        lengths = np.zeros(len(positions), dtype=np.int64)
+        for column in self._columns:
+            if isinstance(column, _Lists):
+                np.maximum(lengths, column.places(positions)[1], out=lengths)
+        return lengths
+
     def take(self, positions: Ints) -> list[Array | list[Ragged]]:
         """Gathers the rows of several steps: one item per column, indexed by step.
 
@@ -109,17 +117,24 @@ class _Lists:
 
     def take(self, positions: Ints, memory: BufferPool) -> Ragged:
         """Gathers the rows at some positions into `memory`. # positions: (rows,)"""
+        starts, lengths, chosen = self.places(positions)
+        values = memory.take((int(lengths.sum()), *self._inner), self._dtype)
+        taken = from_lengths(values, lengths)
+        for number, rows in chosen.items():
+            copy_rows(self._block(number).values, starts[rows], lengths[rows], values, taken.offsets[rows])
+        return taken
+
+    def places(self, positions: Ints) -> tuple[Ints, Ints, dict[int, Ints]]:
+        """Returns where the rows at some positions are: the start of each in the values of its block, its length, and
+        which of the positions are in which block. # positions: (rows,)
+        """
         blocks = np.searchsorted(self._ends, positions, side="right")
         lengths, starts = np.empty_like(positions), np.empty_like(positions)
         chosen = {int(number): np.flatnonzero(blocks == number) for number in np.unique(blocks)}
         for number, rows in chosen.items():
             offsets, places = self._block(number).offsets, positions[rows] - self._starts[number]
             starts[rows], lengths[rows] = offsets[places], offsets[places + 1] - offsets[places]
-        values = memory.take((int(lengths.sum()), *self._inner), self._dtype)
-        taken = from_lengths(values, lengths)
-        for number, rows in chosen.items():
-            copy_rows(self._block(number).values, starts[rows], lengths[rows], values, taken.offsets[rows])
-        return taken
+        return starts, lengths, chosen
 
     def _block(self, number: int) -> Ragged:
         if len(self._blocks[number]) > 1:

@@ -31,6 +31,7 @@ CASES = [
     ("parallel.strategy", BATCH_LOSS, {"parallel": Auto()}),
     ("loader.ragged", BATCH_LOSS, {"ragged": "offsets"}),
     ("loader.ragged", {"evaluation": nothing}, {"ragged": "offsets"}),
+    ("loader.max_tokens", {"embed": nothing, "global_loss": nothing}, {"max_tokens": 4096}),
     *(("data.assemble", functions, {"assemble": "float32"}) for functions in (BATCH_LOSS, {"forward": nothing})),
 ]
 

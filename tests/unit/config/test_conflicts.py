@@ -12,6 +12,7 @@ from spark_dl import (
     Auto,
     Config,
     DPSingleProcess,
+    Horovod,
     LocalSGD,
     Mesh,
     Parallel,
@@ -41,6 +42,11 @@ EXCLUSIVE = [  # the key that the error names, and settings of which each is val
     ("data.filters", SEQUENCES, FILTERS),
     ("data.weight", SEQUENCES, {"weight": "w"}),
     ("train.metrics", {"label": None}, METRICS),
+    ("train.accumulation_steps", {"max_tokens": 4096}, {"accumulation_steps": 2}),
+    *(
+        ("loader.max_tokens", {"max_tokens": 4096}, {"parallel": parallel})
+        for parallel in (Horovod(), DDP(sync_batchnorm=True), DDP(static_graph=True), Mesh(zero_stage=2))
+    ),
     ("launch.num_ranks", {"parallel": Single()}, {"num_ranks": 2}),
     ("launch.num_ranks", {"parallel": DPSingleProcess()}, {"num_ranks": 3}),
     ("launch.gpus_per_rank", {"parallel": TreeReduce()}, {"gpus_per_rank": 1}),

@@ -67,7 +67,7 @@ OF_CALLER = {
 PLACE = re.compile(r"url|uri|dir|path|file|folder|store$|host|address|port$|server|endpoint|from$|key$|token|plaintext")
 """Names of settings that may say where to write or to connect."""
 NO_PLACES = {"launch.exclude_host_after", "parallel.hosts", "parallel.server_k", "parallel.server_mode",
-             "parallel.num_servers"}  # fmt: skip
+             "parallel.num_servers", "loader.max_tokens"}  # fmt: skip
 
 
 @pytest.mark.parametrize("strategy", strategies.names())

@@ -203,6 +203,23 @@ def of_words(build=PerWord, **loader):
     return Scorer(spec=spec, config=config, columns=(WORDS,), url="", sha256="")
 
 
+@pytest.mark.parametrize(("loader", "shapes"), [
+    ({}, [(6, 9)]), ({"rows_at_once": 2}, [(2, 9), (2, 4), (2, 1)]), ({"max_tokens": 9}, [(1, 9), (2, 4), (3, 2)]),
+    ({"max_tokens": 9, "pad_to": (4, 8)}, [(1, 16), (2, 4), (2, 4), (1, 4)]), ({"pad_to": (4, 8)}, [(6, 16)]),
+], ids=str)  # fmt: skip
+def test_rows_are_computed_with_those_of_similar_lengths_and_come_back_in_their_order(loader, shapes):
+    scorer = of_words(**loader).with_varying()
+    lengths = np.array([1, 4, 2, 9, 1, 4])
+    cells, model, found = from_lengths(np.arange(1, 22), lengths), scorer.load(), []
+    model.register_forward_pre_hook(lambda _, given: found.append(tuple(given[0].shape)))
+    outputs = scorer.outputs(model, [cells], "cpu")
+    assert found == shapes
+    sums = np.add.reduceat(np.arange(1, 22), cells.offsets[:-1]) * 2
+    assert outputs["row"].tolist() == sums.tolist()
+    assert (outputs["word"].values / 2).tolist() == list(range(1, 22))
+    assert outputs["word"].lengths.tolist() == lengths.tolist()
+
+
 @pytest.mark.parametrize("rows_at_once", [None, 1, 2, 3])
 def test_values_for_each_word_come_without_padding_whatever_the_model_gets_at_once(rows_at_once):
     scorer = of_words(rows_at_once=rows_at_once).with_varying()
@@ -241,7 +258,7 @@ def test_columns_that_grow_with_the_padding_of_a_batch_are_an_error():
     assert scorer.varying == ()
     cells = from_lengths(np.arange(1, 4), np.array([1, 2]))
     with pytest.raises(
-        ValueError, match=r"the column 'word' has entries of the shapes \(1,\), \(2,\), expected one shape"
+        ValueError, match=r"the column 'word' has entries of the shapes \(2,\), \(1,\), expected one shape"
     ):
         scorer.outputs(scorer.load(), [cells], "cpu")
 

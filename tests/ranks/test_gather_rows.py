@@ -180,7 +180,7 @@ def test_ranks_without_rows_count_none_also_where_the_loss_does_not_pass_its_bat
 
 
 @pytest.mark.parametrize(("train", "settings", "num_ranks", "message"), [
-    ({"accumulation_steps": 2}, {"strategy": "ddp"}, 2, "found train.accumulation_steps=2, expected 1"),
+    ({"accumulation_steps": 2}, {"strategy": "ddp"}, 2, "found train.accumulation_steps=2, expected one micro-batch"),
     ({}, {"strategy": "local_sgd"}, 2, "do not compute a step together; use ddp"),
     ({}, {"strategy": "parameter_server"}, 3, "do not compute a step together; use ddp"),
 ])  # fmt: skip

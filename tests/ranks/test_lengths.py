@@ -109,7 +109,7 @@ def test_little_is_padding_and_no_step_has_all_the_longest_rows_in_every_epoch(t
     plain, config = config_of(1, {}), config_of(1, GROUPED)
     assert padding_of(steps_of(shards, plain)) > 0.45
     assert padding_of(steps_of(shards, config)) < 0.25
-    assert padding_of(steps_of(shards, config_of(1, {**GROUPED, "max_tokens": 400}))) < 0.05
+    assert padding_of(steps_of(shards, config_of(1, {**GROUPED, "max_tokens": 400}))) < 0.07
     longest = [int(np.argmax([step[0]["tokens"].shape[1] for step in steps_of(shards, config, epoch=epoch)]))
                for epoch in range(4)]  # fmt: skip
     assert len({*longest}) > 1

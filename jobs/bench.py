@@ -17,7 +17,7 @@ from benchmarks.faults import chaos, job, recovery
 from benchmarks.literature import literature
 from benchmarks.parallel import parallel
 from benchmarks.parallel import report as parallel_report
-from benchmarks.peers import gpu, launch, loader, predict, shards, step, track
+from benchmarks.peers import gpu, launch, loader, predict, shards, step, text, track
 from spark_dl import build_session, cli
 
 
@@ -40,6 +40,10 @@ def bench_track(args: argparse.Namespace) -> dict[str, Any]:
 
 def bench_predict(args: argparse.Namespace) -> dict[str, Any]:
     return predict.measure(_session(args), repeats=args.repeats, scale=args.scale)
+
+
+def bench_text(args: argparse.Namespace) -> dict[str, Any]:
+    return text.measure(_session(args), repeats=args.repeats, scale=args.scale)
 
 
 def bench_loader(args: argparse.Namespace) -> dict[str, Any]:
@@ -172,6 +176,10 @@ def _on_spark(add: Any) -> None:
         "predict", "rows per second of scoring a CNN on Parquet: a model of spark_dl.ml, predict of a dataset, "
         "predict_batch_udf, and the limits of Spark and of the model", bench_predict,
     )  # fmt: skip
+    of_text = add(
+        "text", "rows per second of training and scoring a small BERT on rows of 5 to 256 tokens: spark_dl, the "
+        "Trainer of transformers, pandas UDFs, predict_batch_udf, SentenceTransformer", bench_text, repeats=3,
+    )  # fmt: skip
     of_loader = add(
         "loader", "rows per second of a shuffled epoch: spark_dl, Petastorm, Mosaic, WebDataset, Ray Data, HF, "
         "tensors in memory, and the limits of memory and of Arrow",
@@ -180,11 +188,11 @@ def _on_spark(add: Any) -> None:
     of_shards = add(
         "shards", "seconds to write a cached DataFrame: spark_dl, df.write.parquet, Petastorm's converter", bench_shards
     )
-    for command in (of_launch, of_step, of_track, of_predict, of_shards):
+    for command in (of_launch, of_step, of_track, of_predict, of_shards, of_text):
         command.add_argument("--ranks", type=int, default=2, help="ranks, or tasks (default: 2)")
-    for command in (of_launch, of_track, of_predict, of_shards):
+    for command in (of_launch, of_track, of_predict, of_shards, of_text):
         command.add_argument("--master", help="Spark master URL (default: local[ranks])")
-    for command in (of_loader, of_predict, of_shards):
+    for command in (of_loader, of_predict, of_shards, of_text):
         command.add_argument("--scale", type=float, default=1.0, help="size of the datasets (default: 1)")
     for command in (of_loader, of_shards):
         command.add_argument("--petastorm_python", default=".venv-petastorm/bin/python", help="of its environment")

@@ -37,7 +37,7 @@ from spark_dl.training.checks import (
     clear_frames,
 )
 from spark_dl.training.finite import LOSS, NonFinite, NonFiniteSteps, NotFiniteError, StepCheck
-from spark_dl.training.optimizer_settings import RateSchedule
+from spark_dl.training.optimizer_settings import RateSchedule, with_length
 from spark_dl.training.preemption import Preemption
 from spark_dl.training.state import RunState, Saved, TrainingProgress, seed_generators
 from spark_dl.training.step_times import StepLog, StepTimer, build_profile
@@ -122,12 +122,14 @@ class Training:
         self.preempted = preempted or preemption.never(world)
         self.spec, self.config, self.world, self.trainable = run.spec, run.config, world, trainable
         self.loader, self.validation = loader, build_validation_loader(run, world)
-        total = self.config.train.epochs * (steps_per_epoch or loader.plan.steps)
+        steps_per_epoch = steps_per_epoch or loader.plan.steps
+        total = self.config.train.epochs * steps_per_epoch
         self.total_steps = min(total, self.config.train.max_steps or total)
         seed_generators(self.config.train.seed + 1 + world.seed_rank)  # different dropout on each rank
         self.losses_count = False
         """Whether losses say what their mean is over, which is known after the first step."""
-        self.schedule = RateSchedule(trainable.optimizer, self.config, own=trainable.optimization)
+        of_run = with_length(self.config, self.total_steps, steps_per_epoch)
+        self.schedule = RateSchedule(trainable.optimizer, of_run, own=trainable.optimization)
         if self.validation is None:
             self.schedule.check_without_validation()
         self.state = RunState(run, world, trainable, self.schedule, loader.columns, num_ranks or world.data_size)

@@ -42,6 +42,7 @@ from spark_dl.rundir.checkpoint import load_weights, open_checkpoint
 from spark_dl.rundir.metrics import read_metrics
 from spark_dl.spec import ModelSpec
 from spark_dl.storage.owner import temporary_prefix
+from spark_dl.training.optimizer_settings import with_length
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -183,11 +184,13 @@ def _settings(config: Config, shards: ShardSet) -> Config:
     """Returns the settings of the training of one rank, in float32, with small steps that ranks can share."""
     parallel = config.parallel if isinstance(config.parallel, DDP) else DDP()
     steps = -(-shards.rows // _BATCH)
+    # A run that is cut has the schedule of the whole run.
+    whole = with_length(config, min(_EPOCHS * steps, 12 if steps > 8 else _EPOCHS * steps), steps)
     return dataclasses.replace(
-        config,
+        whole,
         parallel=parallel,
         train=dataclasses.replace(
-            config.train, global_batch_size=_BATCH, accumulation_steps=1, epochs=_EPOCHS, precision="float32",
+            whole.train, global_batch_size=_BATCH, accumulation_steps=1, epochs=_EPOCHS, precision="float32",
             max_steps=None if steps <= 8 else 12, compile=False, log_every=1, early_stop_metric=None,
             check_replicas_every=0,
         ),

@@ -20,7 +20,7 @@ from spark_dl.parallel.trainable import build_optimization, build_optimizer
 from spark_dl.rundir.checkpoint import Saved, plain_name, shapes_of
 from spark_dl.scoring.outputs import Squeezed
 from spark_dl.spec import ModelSpec
-from spark_dl.training.optimizer_settings import RateSchedule, check_classes, classes_of
+from spark_dl.training.optimizer_settings import RateSchedule, check_classes, classes_of, with_length
 
 _DEFAULTS = Train()
 
@@ -121,7 +121,7 @@ def check_training(spec: ModelSpec, train: ShardSet | Mixture, config: Config, s
     the driver lacks. saved: the checkpoint to resume from.
     """
     if saved is None and spec.optimizer is None:
-        if config.train.scheduler == "OneCycleLR":
+        if config.train.scheduler == "OneCycleLR" and with_length(config, 1, 1) == config:  # of a length that is set
             _check_length(RateSchedule(build_optimizer(nn.Linear(1, 1), config, 1), config), spec, train, config)
         return
     if config.parallel.cuts_model:  # can be larger than the memory of the driver
@@ -136,12 +136,13 @@ def check_training(spec: ModelSpec, train: ShardSet | Mixture, config: Config, s
             _check_shapes(shapes, saved)
         try:
             optimization = build_optimization(spec, model, config, config.launch.num_ranks)
-            schedule = RateSchedule(optimization.optimizer, config, own=optimization)
+            schedule = RateSchedule(optimization.optimizer, with_length(config, 1, 1), own=optimization)
         except Exception:
             return
     if saved is not None and (before := saved.manifest.get("optimizer")) is not None:
         check_classes(before, classes_of(optimization.optimizer, schedule))
-    _check_length(schedule, spec, train, config)
+    if spec.optimizer is not None or with_length(config, 1, 1) == config:
+        _check_length(schedule, spec, train, config)
 
 
 def _check_shapes(shapes: dict[str, list[int]], saved: Saved) -> None:

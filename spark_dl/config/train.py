@@ -42,7 +42,8 @@ class Train:
     scheduler: str | None = None
     """Name of a class of `torch.optim.lr_scheduler`."""
     scheduler_args: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the scheduler."""
+    """Arguments of the scheduler. `run` stands for how often the run steps it, such as `{total_iters: run}`. `T_max` of
+    CosineAnnealingLR and `total_steps` of OneCycleLR are that, too, unless they are set."""
     scheduler_interval: Interval = "epoch"
     """When the scheduler steps. `ReduceLROnPlateau` reads the validation loss and needs `epoch`."""
     lr_scaling: LrScaling = "none"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,26 @@ _BY_GROUP = (
 _WITH_STATE = ("amsgrad", "centered", "momentum")
 """Settings of torch's optimizers for which they have a further state in each parameter, from its first step on."""
 _SHOWN = 4
+RUN = "run"
+"""In `train.scheduler_args`: how often the run steps the scheduler."""
+_LENGTH_OF = {"CosineAnnealingLR": "T_max", "OneCycleLR": "total_steps"}
+"""Arguments without a default that are the length of a run."""
+
+
+def with_length(config: Config, total_steps: int, steps_per_epoch: int) -> Config:
+    """Returns the settings with the length of the run in the arguments of the scheduler, where they ask for it.
+
+    Args:
+        total_steps: of the run.
+    """
+    train = config.train
+    args = dict(train.scheduler_args)
+    name = _LENGTH_OF.get(train.scheduler or "")
+    if name is not None and not args.keys() & {name, "epochs", "steps_per_epoch"}:
+        args[name] = RUN
+    length = max(1, total_steps if train.scheduler_interval == "step" else total_steps // steps_per_epoch)
+    args = {key: length if value == RUN else value for key, value in args.items()}
+    return dataclasses.replace(config, train=dataclasses.replace(train, scheduler_args=args))
 
 
 class RateSchedule:
@@ -145,7 +166,7 @@ def check_optimization(config: Config) -> None:
     """
     model = torch.nn.ParameterList([torch.zeros(2, 2)])  # a matrix, which all optimizers can train
     optimizer = build_optimizer(model, config, config.launch.num_ranks)
-    scheduler = RateSchedule(optimizer, config).scheduler
+    scheduler = RateSchedule(optimizer, with_length(config, 1000, 10)).scheduler  # a length of no run
     optimizer.step()  # without a gradient it changes nothing
     if scheduler is None:
         return

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import random
 from pathlib import Path
 
@@ -222,6 +223,24 @@ def test_schedulers(tmp_path, name, args, interval, expected):
             if len(expected) < 12:
                 scheduler.step()
     assert rates == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("name", "args", "last"), [
+    ("CosineAnnealingLR", {}, 0.1 * (1 + math.cos(math.pi * 11 / 12)) / 2),
+    ("PolynomialLR", {"total_iters": "run"}, 0.1 / 12),
+])  # fmt: skip
+def test_a_schedule_ends_with_the_run_also_after_a_resume(tmp_path, name, args, last):
+    train = {"scheduler": name, "scheduler_args": args, "scheduler_interval": "step"}
+    config = small_config(2, train=train, checkpoint=Checkpoint(every_steps=5, keep=9))
+    run = make_run(tmp_path, config, spec=MLP)
+    run_ranks(train_rank, 2, run)
+    rates = [line["lr"] for line in read_metrics(run.run_dir) if line["kind"] == "step"]
+    assert (rates[0], rates[-1]) == pytest.approx((0.1, last))
+    saved = checkpoint.list_checkpoints(run.run_dir)[0]
+    resumed = dataclasses.replace(run, run_dir=str(tmp_path / "resumed"), checkpoint=saved.url)
+    run_ranks(train_rank, 2, resumed)
+    again = [line["lr"] for line in read_metrics(resumed.run_dir) if line["kind"] == "step"]
+    assert again == rates[saved.step :]
 
 
 def test_warmup_rises_linearly(tmp_path):

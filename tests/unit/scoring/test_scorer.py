@@ -1,6 +1,7 @@
 """What a scorer holds: the weights that a task loads, their checkpoint, and the rows that the model gets at once."""
 
 import dataclasses
+import math
 import shutil
 from pathlib import Path
 
@@ -152,9 +153,9 @@ def test_the_model_gets_no_more_than_32_mib_of_rows_at_once(columns, cells, rows
     config = dataclasses.replace(CONFIG, data=Data(features=tuple(c.name for c in columns)))
     scorer = Scorer(spec=SPEC, config=config, columns=columns, url="", sha256="")
     some = [np.broadcast_to(np.float32(0), shape)[:MOST_ROWS_AT_ONCE] for shape in cells]
-    assert scorer._rows_at_once(some) == rows
+    assert scorer._rows_at_once(some, "cpu") == rows
     few = dataclasses.replace(scorer, config=dataclasses.replace(config, loader=Loader(rows_at_once=5)))
-    assert few._rows_at_once(some) == 5
+    assert few._rows_at_once(some, "cpu") == 5
 
 
 @pytest.mark.parametrize(("lengths", "inner", "rows"), [
@@ -165,7 +166,9 @@ def test_a_value_of_a_ragged_column_counts_as_a_vector_of_the_model(lengths, inn
     column = Column("words", "int64", (None, *inner), "list")
     scorer = Scorer(spec=SPEC, config=CONFIG, columns=(column,), url="", sha256="")
     cells = from_lengths(np.zeros((sum(lengths), *inner), np.int64), np.array(lengths))
-    assert scorer._rows_at_once([cells]) == rows
+    assert scorer._rows_at_once([cells], "cuda") == rows
+    on_cpu = 2048 // (max(1, *lengths, 0) * math.prod(inner))
+    assert scorer._rows_at_once([cells], "cpu") == max(1, min(len(lengths), on_cpu))
 
 
 def test_all_rows_are_predicted_in_their_order_whatever_the_model_gets_at_once():

@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 from spark_dl import Config, Launch, ParameterServer, Train
 from spark_dl.parallel.trainable import build_optimizer, lr_factor
 from spark_dl.rundir.checkpoint_files import plain_state
-from spark_dl.training.optimizer_settings import OptimizerSettings, RateSchedule
+from spark_dl.training.optimizer_settings import OptimizerSettings, RateSchedule, with_length
 
 
 def build(lr=0.1, groups=1, **train):
@@ -29,6 +29,21 @@ def rates(optimizer, schedule, steps, first=0):
         schedule.end_step()
         found.append(lr)
     return found
+
+
+@pytest.mark.parametrize(("name", "args", "interval", "expected"), [
+    ("CosineAnnealingLR", {}, "step", {"T_max": 30}), ("CosineAnnealingLR", {"T_max": 7}, "step", {"T_max": 7}),
+    ("CosineAnnealingLR", {"eta_min": 0.1}, "epoch", {"T_max": 3, "eta_min": 0.1}),
+    ("OneCycleLR", {"max_lr": 1.0}, "step", {"max_lr": 1.0, "total_steps": 30}),
+    ("OneCycleLR", {"max_lr": 1.0, "epochs": 2, "steps_per_epoch": 5}, "step",
+     {"max_lr": 1.0, "epochs": 2, "steps_per_epoch": 5}),
+    ("PolynomialLR", {}, "step", {}), ("PolynomialLR", {"total_iters": "run"}, "step", {"total_iters": 30}),
+    ("StepLR", {"step_size": 2}, "step", {"step_size": 2}), (None, {}, "step", {}),
+])  # fmt: skip
+def test_a_scheduler_that_asks_for_it_gets_the_length_of_the_run(name, args, interval, expected):
+    config = Config(train=Train(scheduler=name, scheduler_args=args, scheduler_interval=interval))
+    assert with_length(config, total_steps=30, steps_per_epoch=10).train.scheduler_args == expected
+    assert with_length(config, total_steps=5, steps_per_epoch=10).train.scheduler_args.get("T_max") != 0
 
 
 def test_without_settings_the_rate_is_what_the_user_wrote():

@@ -127,6 +127,7 @@ def _worst(parallel: Any) -> Any:
             on_nonfinite="skip",
             check_replicas_every=1,
             validate_every_steps=1,
+            ema_decay=0.9,
             random_by="row",
         ),
         track=SimpleNamespace(profile_steps=(1, 2)),

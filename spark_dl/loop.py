@@ -275,6 +275,8 @@ class Training:
             trainable.clip_grad_norm(self.config.train.clip_grad_norm)
         with self.schedule.warm(progress.global_step) as self.steps.lr:
             trainable.step()
+        if self.state.average is not None:
+            self.state.average.update(progress.global_step)
         if self.is_first_step:
             self.state.check()
             self.is_first_step = False
@@ -431,7 +433,9 @@ class Training:
         model = self.trainable.modules[0]
         # What a validation draws must not change the next steps: one that `max_steps` adds has no other counterpart.
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-        with generators_kept(devices), gathering(self.trainable.row_ranks):
+        average = self.state.average
+        weights = contextlib.nullcontext() if average is None else average.in_place()
+        with generators_kept(devices), gathering(self.trainable.row_ranks), weights:
             progress.metrics = evaluate_model(
                 self.spec, model, self.validation, self.config, self.world, call=self.trainable.call,
                 forward=self.trainable.forward, counts=self.trainable.counts,

@@ -17,31 +17,25 @@ import contextlib
 import functools
 import importlib.util
 import itertools
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks import ROOT
 from spark_dl.config import Checkpoint, Config, Data, Launch, Loader, Train
 from spark_dl.data.columns.ragged import Ragged, from_lengths
-from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.data.write.arrays import write_arrays
+from spark_dl.driver import train
 from spark_dl.parallel.single import Single
 from spark_dl.predict import predict
 from spark_dl.rundir.metrics import read_metrics
-from spark_dl.spec import Batch, ModelSpec, Run
-from spark_dl.worker import main as run_worker
+from spark_dl.spec import Batch, ModelSpec
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -59,11 +53,7 @@ def measure(spark: SparkSession, *, repeats: int = 3, scale: float = 1.0) -> dic
     Raises RuntimeError if two ways predict different values for a row.
     """
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(
-            [sys.executable, "-m", "benchmarks.peers.text", folder, str(repeats), str(scale)], check=True, cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": str(spark.sparkContext.defaultParallelism)},
-        )  # fmt: skip
-        training: dict[str, float] = json.loads(Path(folder, "training.json").read_text())
+        training = _train(spark, folder, repeats, max(8 * _BATCH, round(_TRAIN_ROWS * scale)))
         scoring = _score(spark, folder, repeats, max(64, round(_SCORE_ROWS * scale)))
     _print("training", training, "spark_dl")
     _print("scoring", scoring, "predict_batch_udf")
@@ -109,9 +99,10 @@ _SPEC = ModelSpec(build=build, forward=_forward, predict=lambda logits: {"predic
 # Training
 
 
-def _train(folder: str, repeats: int, scale: float) -> dict[str, float]:
-    """Trains an epoch in each way, in turn. Called in a process of its own."""
-    rows = max(8 * _BATCH, round(_TRAIN_ROWS * scale))
+def _train(spark: SparkSession, folder: str, repeats: int, rows: int) -> dict[str, float]:
+    """Trains an epoch in each way, in turn: in a process of Spark, and the Trainer in this one."""
+    threads = spark.sparkContext.defaultParallelism
+    torch.set_num_threads(threads)
     tokens, labels = texts(rows), np.random.default_rng(1).integers(0, 2, rows)
     write_arrays(
         {"tokens": tokens, "label": labels}, f"{folder}/train",
@@ -119,33 +110,30 @@ def _train(folder: str, repeats: int, scale: float) -> dict[str, float]:
     )  # fmt: skip
     grouped, cut = {"group_by_length": True}, {"max_tokens": _MAX_TOKENS}
     ways: dict[str, Callable[[], float]] = {
-        "spark_dl": functools.partial(_train_ours, folder, {}),
-        "spark_dl, group_by_length": functools.partial(_train_ours, folder, grouped),
-        "spark_dl, max_tokens": functools.partial(_train_ours, folder, cut),
-        "spark_dl, both": functools.partial(_train_ours, folder, {**grouped, **cut}),
+        "spark_dl": functools.partial(_train_ours, spark, folder, threads, {}),
+        "spark_dl, group_by_length": functools.partial(_train_ours, spark, folder, threads, grouped),
+        "spark_dl, max_tokens": functools.partial(_train_ours, spark, folder, threads, cut),
+        "spark_dl, both": functools.partial(_train_ours, spark, folder, threads, {**grouped, **cut}),
         "transformers": functools.partial(_train_theirs, folder, tokens, labels, "random"),
         "transformers, grouped": functools.partial(_train_theirs, folder, tokens, labels, "group_by_length"),
     }
     return _medians(ways, repeats)
 
 
-def _train_ours(folder: str, settings: dict[str, Any]) -> float:
+def _train_ours(spark: SparkSession, folder: str, threads: int, settings: dict[str, Any]) -> float:
     """Returns rows per second of the steps of an epoch."""
     config = Config(
         data=Data(features=("tokens",), label="label"),
         train=Train(global_batch_size=_BATCH, optimizer="AdamW", lr=1e-4, log_every=1),
         loader=Loader(num_streams=8, **settings),
         parallel=Single(),
-        launch=Launch(num_ranks=1, threads=torch.get_num_threads()),
+        launch=Launch(num_ranks=1, threads=threads),
         checkpoint=Checkpoint(keep=1),
     )
     with tempfile.TemporaryDirectory() as run_dir:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-        result = run_worker(
-            Run(spec=_SPEC, config=config, train=read_shards(f"{folder}/train"), run_dir=run_dir)
-        ).result
+        result = train(f"{folder}/train", _SPEC, config, run_dir=run_dir, spark=spark, progress=False)
         seconds = sum(line["seconds"] for line in read_metrics(run_dir) if line["kind"] == "step")
-    return float(result["rows"] / seconds)
+    return float(result.rows / seconds)
 
 
 def _train_theirs(folder: str, tokens: Ragged, labels: np.ndarray[Any, Any], sampling: str) -> float:
@@ -329,8 +317,3 @@ def _medians(ways: dict[str, Callable[[], float]], repeats: int) -> dict[str, fl
 def _print(what: str, rates: dict[str, float], base: str) -> None:
     for name, rate in rates.items():
         print(f"{what:9} {name:28} {rate:10,.1f} rows/s {rate / rates[base]:6.2f}x", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    in_folder, count, size = sys.argv[1:]
-    Path(in_folder, "training.json").write_text(json.dumps(_train(in_folder, int(count), float(size))))

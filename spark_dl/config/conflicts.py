@@ -160,6 +160,9 @@ CONFLICTS = (
     Conflict("train.lr_scaling", lambda c: c.train.lr_scaling != "none" and c.train.scheduler in ABSOLUTE,
              "has no effect with OneCycleLR and CyclicLR, whose rates are absolute; set it to none, and max_lr in "
              "train.scheduler_args"),
+    Conflict("train.ema_decay", lambda c: _served(c) and c.train.ema_decay is not None,
+             "expected null with parallel.strategy={c.parallel.strategy!r}, whose ranks have no common step, found "
+             "{c.train.ema_decay}; use ddp"),
     # NaN, Inf and replicas
     Conflict("train.on_nonfinite", lambda c: _served(c) and c.train.on_nonfinite != "raise",
              "expected 'raise' with parallel.strategy={c.parallel.strategy!r}, where other servers may have applied "

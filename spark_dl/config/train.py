@@ -54,6 +54,10 @@ class Train:
     clip_grad_norm: float | None = None
     """Maximum L2 norm of the gradient after the reduction over ranks; larger gradients are scaled down. Null disables
     clipping."""
+    ema_decay: float | None = may_change(None)
+    """Keep an exponential moving average of the weights, with this decay per step, such as 0.999. Validations compute
+    the model with it, and `evaluate`, `predict` and `load_model` take it from a checkpoint; the steps and a resume go
+    on with the weights themselves. The decay rises to this value in the first steps. Null: no average."""
     precision: Precision = "float32"
     """Precision of the forward and backward passes. `bf16` and `fp16` use autocast, and the weights stay in float32."""
     compile: bool = may_change(False)
@@ -130,6 +134,9 @@ class Train:
             check_number(self, "max_steps", 1, whole=True)
         if self.clip_grad_norm is not None:
             check_number(self, "clip_grad_norm", 0, above=True)
+        if self.ema_decay is not None:
+            check_number(self, "ema_decay", 0, above=True)
+            check(self.ema_decay < 1, "train.ema_decay", "a number < 1", self.ema_decay)
         check_number(self, "lr", 0, above=True)
         check_number(self, "validation_fraction", 0)
         check(self.validation_fraction < 1, "train.validation_fraction", "a number < 1", self.validation_fraction)

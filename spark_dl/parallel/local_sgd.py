@@ -47,6 +47,9 @@ class LocalSGD(Parallel):
 
     strategy: ClassVar[str] = "local_sgd"
     excludes: ClassVar[tuple[Conflict, ...]] = (
+        Conflict("train.ema_decay", lambda c: c.train.ema_decay is not None,
+                 "expected null with parallel.strategy='local_sgd', whose ranks have other weights until the next "
+                 "average, found {c.train.ema_decay}; use ddp"),
     Conflict("train.validate_every_steps",
                  lambda c: _compares_apart(c.train.validate_every_steps, c.parallel),
                  "expected a multiple of parallel.sync_every_steps={c.parallel.sync_every_steps}, as each validation "

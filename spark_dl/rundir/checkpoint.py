@@ -27,6 +27,7 @@ from spark_dl.config.fields import fixed_on_resume
 from spark_dl.data.columns.schema import Column
 from spark_dl.rundir import checkpoint_files, signing
 from spark_dl.rundir.checkpoint_files import (
+    AVERAGE,
     MANIFEST,
     MODEL,
     TRAINING,
@@ -373,11 +374,13 @@ def check_same_settings(saved: Saved, config: Config) -> None:
 def load_weights(saved: Saved) -> dict[str, Tensor]:
     """Returns the weights and buffers of a checkpoint by name, whole, on the CPU. Called on any side.
 
+    With `train.ema_decay`, the weights are their average. A resumed run goes on with the weights themselves.
+
     Raises DamagedError for a damaged file.
     """
     if "tensors" not in saved.manifest:
-        weights: dict[str, Tensor] = load(saved, MODEL)["0"]
-        return weights
+        model: dict[str, dict[str, Tensor]] = load(saved, MODEL)
+        return {**model["0"], **model.get(AVERAGE, {})}
     return TensorFiles(saved.url, saved.manifest, "model").read_whole()
 
 

@@ -44,6 +44,8 @@ MANIFEST = "MANIFEST.json"
 FORMAT = "spark_dl.checkpoint"
 VERSION = 2
 MODEL, TRAINING = "model.pt", "training.pt"
+AVERAGE = "average"
+"""In `model.pt`, beside the state dicts of the modules by number: the average of the parameters (`train.ema_decay`)."""
 UNFINISHED = "UNFINISHED"
 """Empty file in the folder of a checkpoint until its manifest is written."""
 _NAME = re.compile(r"step-(\d+)\.gen-(\d+)")

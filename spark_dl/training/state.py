@@ -29,9 +29,10 @@ from spark_dl.gather import StoreGather, gather_json
 from spark_dl.parallel.trainable import Trainable, lr_factor
 from spark_dl.rundir import checkpoint, saving, signing
 from spark_dl.rundir.checkpoint import load_into, plain_name
-from spark_dl.rundir.checkpoint_files import TensorFiles, plain_state
+from spark_dl.rundir.checkpoint_files import AVERAGE, TensorFiles, plain_state
 from spark_dl.spec import Position, Run
 from spark_dl.training import row_metrics
+from spark_dl.training.averaging import WeightAverage
 from spark_dl.training.finite import StateCheck
 from spark_dl.training.optimizer_settings import OptimizerSettings, RateSchedule, by_name, classes_of, group_names
 from spark_dl.world import World, no_driver
@@ -240,6 +241,9 @@ class RunState:
             group_names(optimizer, trainable.modules[0]) if trainable.state is None else trainable.state.group_names()
         )
         self._settings = OptimizerSettings(optimizer, schedule, self._names, self._owner)
+        decay = run.config.train.ema_decay
+        self.average = None if decay is None else WeightAverage(trainable.modules[0], decay)
+        """The average of the weights; None without `train.ema_decay`."""
         if run.checkpoint is not None:
             self._restore(checkpoint.open_checkpoint(run.checkpoint, sha256=run.checkpoint_sha256))
         self._check = StateCheck(trainable.modules, self.saved_url)
@@ -274,6 +278,8 @@ class RunState:
         optimizer = trainable.optimizer.state_dict()
         if trainable.state is None:
             model = {i: _plain_names(plain_state(state, "spec.build: the model")) for i, state in model.items()}
+            if self.average is not None:
+                model[AVERAGE] = self.average.state_dict()
             optimizer = plain_state(optimizer, self._owner)
         return {
             "model": model,
@@ -409,6 +415,8 @@ class RunState:
             weights = checkpoint.load(saved, "model.pt")
             for i, module in enumerate(trainable.modules):
                 load_into(module, weights[str(i)], f"cannot resume: the weights of {saved.url}")
+            if self.average is not None:
+                self.average.load_state_dict(weights.get(AVERAGE))
             built = trainable.optimizer.state_dict()
             built["state"] = by_name(state["optimizer"]["state"], state["settings"]["names"], self._names)
             trainable.optimizer.load_state_dict(built)

@@ -69,6 +69,7 @@ EXCLUSIVE = [  # the key that the error names, and settings of which each is val
     ),
     ("train.optimizer", SERVED, {"optimizer": "Adafactor"}),
     ("train.clip_grad_norm", TWO_SERVERS, {"clip_grad_norm": 1.0}),
+    ("train.ema_decay", {"ema_decay": 0.9}, SERVED),
     *(("train.on_nonfinite", SERVED, {"on_nonfinite": policy}) for policy in ("skip", "rollback")),
     ("train.on_nonfinite", {"parallel": DDP(compression="topk")}, {"on_nonfinite": "skip"}),
     ("train.check_replicas_every", SERVED, {"check_replicas_every": 5}),
@@ -272,3 +273,10 @@ def test_a_metric_of_a_column_that_is_not_read_is_an_error_with_the_nearest_name
     with pytest.raises(ValueError, match=r"train.metrics.accuracy.label: no column 'kid' is read.*'kind'.*data.labels"):
         make_config(metrics=metrics, labels=("kind",))
     assert make_config(metrics=metrics, labels=("kid",), label=None).train.metrics == metrics
+
+
+@pytest.mark.parametrize("parallel", [Mesh(), Auto(), LocalSGD()], ids=lambda each: each.strategy)
+def test_an_average_needs_ranks_that_have_the_same_whole_weights(parallel):
+    make_config(ema_decay=0.9)
+    with pytest.raises(ValueError, match=r"^train\.ema_decay: expected null with parallel\.strategy="):
+        make_config(ema_decay=0.9, parallel=parallel)

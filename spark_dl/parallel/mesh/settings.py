@@ -55,7 +55,7 @@ EXCLUDES = (
     Conflict("train.compile", lambda c: _cuts(c) and c.train.compile,
              "not supported with parallel.strategy='mesh', which cuts the model; set it to false, or use ddp"),
     Conflict("train.ema_decay", lambda c: c.train.ema_decay is not None,
-             "expected null with parallel.strategy='mesh' and 'auto', whose ranks can have parts of the weights, found "
+             "expected null with parallel.strategy='mesh', whose ranks can have parts of the weights, found "
              "{c.train.ema_decay}; use ddp"),
     Conflict("train.random_by",
              lambda c: c.train.random_by == "row" and (_mesh(c).pipeline > 1 or _mesh(c).tensor > 1),

@@ -42,6 +42,9 @@ EXCLUDES = (
     Conflict("parallel.hosts", lambda c: bool(c.launch.num_ranks % (getattr(c.parallel, "hosts", None) or 1)),
              "expected a divisor of launch.num_ranks={c.launch.num_ranks}, as hosts have equally many ranks, found "
              "{c.parallel.hosts}"),
+    Conflict("train.ema_decay", lambda c: c.train.ema_decay is not None,
+             "expected null with parallel.strategy='auto', whose plans can cut the weights, found {c.train.ema_decay}; "
+             "use ddp"),
     _conflict("train.precision", "fp16", "float32 or bf16"),
     _conflict("train.compile", True, "false"),
     _conflict("train.channels_last", True, "false"),

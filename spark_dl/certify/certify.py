@@ -27,7 +27,7 @@ from spark_dl.certify.causes import Cause, find_causes
 from spark_dl.certify.certificate import Certificate, Check, check_page
 from spark_dl.certify.on_rank import OtherPadding, Rounded, Traced, read_trace
 from spark_dl.config import Checkpoint, Config, Data, Faults, Track
-from spark_dl.config.checks import suggestion
+from spark_dl.config.checks import SettingError, suggestion
 from spark_dl.config.strategies import find
 from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.data.dataset.records import ShardSet
@@ -192,9 +192,9 @@ def _settings(config: Config, shards: ShardSet) -> Config:
         train=dataclasses.replace(
             whole.train, global_batch_size=_BATCH, accumulation_steps=1, epochs=_EPOCHS, precision="float32",
             max_steps=None if steps <= 8 else 12, compile=False, log_every=1, early_stop_metric=None,
-            check_replicas_every=0,
+            check_replicas_every=0, ema_decay=None,  # which follows from the weights
         ),
-        loader=dataclasses.replace(config.loader, num_streams=_STREAMS),
+        loader=dataclasses.replace(config.loader, num_streams=_STREAMS, max_tokens=None),
         launch=dataclasses.replace(config.launch, num_ranks=1, min_ranks=None, max_restarts=0, gpus_per_rank="auto"),
         shards=dataclasses.replace(config.shards, storage="shared", store=None),
         checkpoint=Checkpoint(), track=Track(), faults=Faults(),
@@ -330,6 +330,8 @@ class _OfSpec(_Checks):
             "ZeRO 3 on 2 ranks": ways("ranks", ranks=2, parallel=mesh, limit=3 * self._limit),
             "tree_reduce on 2 ranks": ways("ranks", ranks=2, parallel=by_spark, limit=3 * self._limit),
         }
+        if (most := self._given.loader.max_tokens) is not None:
+            found["max_tokens on 2 ranks"] = ways("micro-batches", ranks=2, loader={"max_tokens": most})
         return {name: functools.partial(check, name) for name, check in found.items()}
 
     def _failed(self, check: Check) -> Check:
@@ -370,6 +372,11 @@ class _OfSpec(_Checks):
     ) -> Check:  # fmt: skip
         if why := self._lacks(ranks):
             return Check(name, "not run", why=why)
+        sections = {key: value for key, value in changes.items() if key not in ("spec", "cut")}
+        try:
+            _changed(self._config, {"launch": {"num_ranks": ranks}, **sections})
+        except SettingError as error:  # settings of the user that this way excludes
+            return Check(name, "not run", why=str(error))
         found = self._train(name, ranks=ranks, **changes)
         check = self._compared(name, found, limit=limit)
         if check.outcome == "same":

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import spark_dl
-from spark_dl import Config, Data, ModelSpec, Train
+from spark_dl import Config, Data, Loader, ModelSpec, Train
 from tests.builders.lightning_modules import Classifier
 from tests.builders.models import blobs, build_mlp
 from tests.ranks import test_exactness as recipes
@@ -61,6 +61,35 @@ def test_a_training_that_is_exact_passes_every_check(rows, tmp_path):
     assert "3 ranks" in text
     assert json.loads((tmp_path / "certificate.json").read_text())["passed"] is True
     assert str(certificate).startswith("passed: 14 checks of 10 steps on 245 rows")
+
+
+class Words(nn.Module):
+    """Classes of the sum of a row's vectors. # (rows, longest) -> (rows, 3)"""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(6, 3, padding_idx=0)
+
+    def forward(self, tokens):
+        return self.embed(tokens).sum(1)
+
+
+def test_lengths_averages_and_schedules_are_certified(rows):
+    """The average follows from the weights, and a run that is cut has the schedule of the whole run."""
+    config = Config(
+        data=TOKENS, loader=Loader(group_by_length=True, max_tokens=24),
+        train=Train(**SGD, ema_decay=0.9, scheduler="CosineAnnealingLR", scheduler_interval="step"),
+    )  # fmt: skip
+    certificate = spark_dl.certify(rows, ModelSpec(build=Words), config, progress=False)
+    assert certificate.passed, certificate.text
+    assert check_of(certificate, "max_tokens on 2 ranks").outcome == "same"
+
+
+def test_a_way_that_the_settings_exclude_is_not_run(rows):
+    certificate = certified(rows, ModelSpec(build=build_mlp), "compiled", random_by="row")
+    check = check_of(certificate, "compiled")
+    assert (check.outcome, certificate.passed) == ("not run", True)
+    assert check.why.startswith("train.random_by: ")
 
 
 def token_mean(model, batch):

@@ -51,7 +51,7 @@ def evaluate(run: Run, world: World) -> dict[str, Any]:
         run.train, run.config, rank=world.rank, world_size=world.world_size, shuffle=False,
         prepare=run.spec.prepare_in_loader(), pin=world.device.type == "cuda",
     )  # fmt: skip
-    with gathering(RowRanks(world.world_size)):
+    with gathering(RowRanks(world.world_size), several=run.config.several_micro_batches(evaluates=True)):
         return {"rows": loader.plan.rows, **evaluate_model(run.spec, model, loader, run.config, world)}
 
 

@@ -261,7 +261,7 @@ class Training:
         self.trained.check(number)
         count = self._count(batch)
         before = ModuleState(trainable.modules[0]) if self.is_first_step else None
-        with gathering(trainable.row_ranks, several=self.config.several_micro_batches):
+        with gathering(trainable.row_ranks, several=self.config.several_micro_batches()):
             if self.is_first_step:
                 self._check_batch_loss(batch.micro_batches[0])
             with noting_counts() as noted:
@@ -435,7 +435,8 @@ class Training:
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         average = self.state.average
         weights = contextlib.nullcontext() if average is None else average.in_place()
-        with generators_kept(devices), gathering(self.trainable.row_ranks), weights:
+        several = self.config.several_micro_batches(evaluates=True)
+        with generators_kept(devices), gathering(self.trainable.row_ranks, several=several), weights:
             progress.metrics = evaluate_model(
                 self.spec, model, self.validation, self.config, self.world, call=self.trainable.call,
                 forward=self.trainable.forward, counts=self.trainable.counts,

@@ -73,12 +73,15 @@ class Config:
         """Columns that a dataset must have: those that are read, and those that `sequences` uses."""
         return tuple(dict.fromkeys((*self.data.columns, *(self.sequences.columns if self.sequences else ()))))
 
-    @property
-    def several_micro_batches(self) -> str:
-        """The setting by which a rank has several micro-batches in a step, with its value; empty if it has one."""
+    def several_micro_batches(self, *, evaluates: bool = False) -> str:
+        """Returns the setting by which a rank has several micro-batches in a step, with its value; empty if it has one.
+
+        Args:
+            evaluates: whether the step is one of an evaluation, which does not accumulate gradients.
+        """
         if self.loader.max_tokens is not None:
             return f"loader.max_tokens={self.loader.max_tokens}"
-        accumulated = self.train.accumulation_steps
+        accumulated = 1 if evaluates else self.train.accumulation_steps
         return f"train.accumulation_steps={accumulated}" if accumulated > 1 else ""
 
     @property

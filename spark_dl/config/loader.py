@@ -55,8 +55,8 @@ class Loader:
     last one. Then `train.compile` sees few shapes. Empty: the length of the longest row."""
     rows_at_once: int | None = may_change(None)
     """Rows that `predict` passes to the model at once. Null: as `max_tokens` says; without it at most 1,024, and no
-    more than 32 MiB of padded rows, where a value of a ragged column counts as 1 KiB on a GPU and 16 KiB on a CPU,
-    because models keep vectors for each."""
+    more than 32 MiB of padded rows, where a value of a ragged column counts as 1 KiB on a GPU and 16 KiB on a CPU
+    (a byte: 1 KiB), because models keep vectors for each."""
     proportions: dict[str, float] = field(default_factory=dict)
     """Share of each dataset in every global batch, by name, for training on several datasets."""
     epoch_size: int | None = None

@@ -37,7 +37,7 @@ MOST_ROWS_AT_ONCE = 1024
 """Rows of one call of the model, without `loader.rows_at_once`."""
 _BYTES_AT_ONCE = 32 << 20
 """Bytes of the padded rows of one call. A value of a ragged column, such as a token, counts as vectors of a model."""
-_RAGGED_BYTES_ON_GPU, _RAGGED_BYTES_ON_CPU = 1 << 10, 16 << 10
+_RAGGED_BYTES, _RAGGED_BYTES_ON_CPU = 1 << 10, 16 << 10
 """Of such a value: at most 32,768 at once on a GPU, and 2,048 on a CPU, whose caches a layer of them still fits into. A
 small BERT on one core: 745 rows/s with 2,048, 485 with 32,768."""
 _KEPT_MODELS = 2
@@ -130,10 +130,9 @@ class Scorer:
         for column, of_column in zip(self.columns, cells, strict=True):
             if isinstance(of_column, Ragged):
                 longest = max(1, padded_length(int(of_column.lengths.max(initial=0)), loader.pad_to))
-                on_cpu = torch.device(device).type == "cpu"
-                row_bytes = (
-                    longest * math.prod(column.inner) * (_RAGGED_BYTES_ON_CPU if on_cpu else _RAGGED_BYTES_ON_GPU)
-                )
+                are_many = torch.device(device).type == "cpu" and column.dtype != "uint8"  # bytes are no tokens yet
+                value_bytes = _RAGGED_BYTES_ON_CPU if are_many else _RAGGED_BYTES
+                row_bytes = longest * math.prod(column.inner) * value_bytes
             else:
                 row_bytes = column.value_bytes
             most = min(most, max(1, _BYTES_AT_ONCE // max(1, row_bytes)))

@@ -1,5 +1,6 @@
 """Rows of different lengths: `loader.group_by_length`, `loader.max_tokens` and `loader.pad_to`, on real ranks."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -26,6 +27,7 @@ from tests.builders.datasets import write_dataset
 from tests.builders.models import small_config
 from tests.ranks.launcher import RankFailed
 from tests.ranks.runs import cut_at, distance, on_ranks, resume, train
+from tests.ranks.test_training import evaluate_rank
 
 TOKENS = {"features": ("tokens",), "label": "label", "labels": ("number",)}
 GROUPED = {"group_by_length": True, "num_streams": 12, "shuffle_window_rows": 10_000}
@@ -208,8 +210,12 @@ def test_rows_of_other_micro_batches_cannot_be_gathered(tmp_path, shards):
     run = Run(
         spec=ModelSpec(build=Text, batch_loss=contrastive), config=config, train=shards, run_dir=str(tmp_path / "run")
     )
-    with pytest.raises(RankFailed, match=r"gather_rows: found loader\.max_tokens=200, expected one micro-batch"):
+    expected = r"gather_rows: found loader\.max_tokens=200, expected one micro-batch"
+    with pytest.raises(RankFailed, match=expected):
         train(run)
+    saved = train(dataclasses.replace(run, config=config_of(1, {}, {"check_batch_loss": False})))
+    with pytest.raises(RankFailed, match=expected):
+        on_ranks(evaluate_rank, dataclasses.replace(run, config=config, checkpoint=saved.url))
 
 
 def names_of_rows(run):

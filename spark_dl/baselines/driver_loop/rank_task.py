@@ -124,7 +124,7 @@ def _compute(kept: _Kept, rank: int, step: Step) -> GradientSum:
     factor = step.scale / step.rows
     with (
         _threads(config.launch.threads),
-        gathering(RowRanks(1) if config.launch.num_ranks == 1 else None, several=config.several_micro_batches),
+        gathering(RowRanks(1) if config.launch.num_ranks == 1 else None, several=config.several_micro_batches()),
         noting_counts() as noted,
     ):
         total = add_gradients(spec, model, batches, config, device=device, scale=lambda losses: losses * factor)

@@ -61,7 +61,9 @@ class LoaderMemory:
     most_threads: int
     most_prefetched: int
     """`loader.prefetch_batches`."""
-    prepares: bool
+    sorted_rows: int = 0
+    """Rows of a stream that are sorted by length together, and kept until they are used; 0 if they are not."""
+    prepares: bool = False
     """Whether a function of the caller prepares each batch."""
 
     @property
@@ -112,7 +114,8 @@ class LoaderMemory:
         if self.is_ragged:
             batches = max(batches, self.ready_bytes)
         decoding = self.threads * self.thread_bytes + HELD_ROW_GROUPS * self.group_bytes
-        return int(max(0, self.budget - batches - decoding))
+        kept = self.streams * self.sorted_rows * max(self.row_bytes, self.longest_row_bytes)
+        return int(max(0, self.budget - batches - decoding - kept))
 
     def num_slots(self, slot_bytes: float, num_reads: int) -> int:
         """Slots for windows: one for each stream, and a second one to prefetch into as far as the memory allows."""
@@ -195,6 +198,7 @@ class ShardLoader:
             is_ragged=is_ragged, group_bytes=largest_group,
             thread_bytes=copies * largest_group + decoding, most_threads=loader.reader_threads,
             most_prefetched=loader.prefetch_batches, prepares=prepare is not None,
+            sorted_rows=self.plan.stream_batch * self.plan.length_steps * loader.group_by_length,
         )  # fmt: skip
         self.prefetch = self._memory.prefetch
         """Maximum number of prefetched batches."""

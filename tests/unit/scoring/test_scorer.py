@@ -169,6 +169,8 @@ def test_a_value_of_a_ragged_column_counts_as_a_vector_of_the_model(lengths, inn
     assert scorer._rows_at_once([cells], "cuda") == rows
     on_cpu = 2048 // (max(1, *lengths, 0) * math.prod(inner))
     assert scorer._rows_at_once([cells], "cpu") == max(1, min(len(lengths), on_cpu))
+    of_bytes = dataclasses.replace(scorer, columns=(dataclasses.replace(column, dtype="uint8"),))
+    assert of_bytes._rows_at_once([cells], "cpu") == rows
 
 
 def test_all_rows_are_predicted_in_their_order_whatever_the_model_gets_at_once():

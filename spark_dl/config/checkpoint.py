@@ -26,10 +26,9 @@ class Checkpoint:
     keep: int = 2
     """Number of checkpoints to keep. The newest are kept."""
     keep_best: int | None = None
-    """Number of further checkpoints to keep: those of steps with a validation, which the
-    ends of epochs and `train.validate_every_steps` have, with the best value of `train.early_stop_metric`, or of the
-    validation loss without one. `train.early_stop_mode` says what is better. Null is 1 with validation rows, and 0
-    without."""
+    """Number of further checkpoints to keep: those of steps with a validation, which the ends of epochs and
+    `train.validate_every_steps` have, with the best value of `train.early_stop_metric`, or of the validation loss
+    without one. `train.early_stop_mode` says what is better. Null is 1 with validation rows, and 0 without."""
     asynchronous: bool = False
     """Write checkpoints while training goes on. Training pauses only while the state is copied. The copy needs host
     memory equal to the size of the state. A checkpoint begins only when the one before is written. If writing that one

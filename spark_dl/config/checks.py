@@ -217,5 +217,4 @@ def _is_list(value: Any) -> bool:
 
 def integers(value: Any) -> tuple[int, ...] | None:
     """Returns a list of integers as a tuple; None for anything else."""
-    is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    return tuple(value) if is_list and all(type(number) is int for number in value) else None
+    return tuple(value) if _is_list(value) and all(type(number) is int for number in value) else None

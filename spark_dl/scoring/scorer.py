@@ -38,8 +38,8 @@ MOST_ROWS_AT_ONCE = 1024
 _BYTES_AT_ONCE = 32 << 20
 """Bytes of the padded rows of one call. A value of a ragged column, such as a token, counts as vectors of a model."""
 _RAGGED_BYTES, _RAGGED_BYTES_ON_CPU = 1 << 10, 16 << 10
-"""Of such a value: at most 32,768 at once on a GPU, and 2,048 on a CPU, whose caches a layer of them still fits into. A
-small BERT on one core: 745 rows/s with 2,048, 485 with 32,768."""
+"""Bytes that such a value counts as: at most 32,768 values at once on a GPU, and 2,048 on a CPU, whose caches hold
+their vectors. A small BERT on one core: 745 rows/s with 2,048, 485 with 32,768."""
 _KEPT_MODELS = 2
 
 _loaded: OrderedDict[tuple[str, str], nn.Module] = OrderedDict()

@@ -41,7 +41,7 @@ class AttemptLog:
     steps: list[Line] = field(default_factory=list)
     epochs: list[Line] = field(default_factory=list)
     validations: list[Line] = field(default_factory=list)
-    """Of steps within an epoch; those of the ends of epochs are in `epochs`."""
+    """Validations within an epoch. The lines in `epochs` have the others."""
     checkpoints: list[Line] = field(default_factory=list)
     failed_checkpoints: list[Line] = field(default_factory=list)
     """Checkpoints that could not be written, in a run that went on."""

@@ -2,6 +2,8 @@
 
 import functools
 import pickle
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import spark_dl
 from spark_dl import Data, Loader
+from spark_dl.data.columns.ragged import from_lengths
 from spark_dl.data.load.local import RankRows, RowSettings
 from tests.builders.datasets import write_dataset
 from tests.ranks.launcher import run_ranks
@@ -153,6 +156,18 @@ def test_a_position_among_other_rows_or_in_another_window_is_refused(tmp_path, b
     with pytest.raises(ValueError, match=f"load_state_dict: found {name}="):
         spark_dl.open_dataset(url, DATA, batch_size=64, **now).load_state_dict(dataset.state_dict())
     spark_dl.open_dataset(url, DATA, batch_size=64, **before).load_state_dict(dataset.state_dict())
+
+
+def test_a_loop_with_one_batch_in_each_step_loses_no_rows_to_max_tokens(tmp_path):
+    loader, texts, url = Loader(max_tokens=8), Data(features=("x",), label="id"), str(tmp_path / "texts")
+    columns = {"x": from_lengths(np.zeros(96), np.full(48, 2)), "id": np.arange(48)}
+    write_dataset(url, columns, encode={"x": {"ragged": True}}, label="id", features=("x",))
+    expected = r"^loader\.max_tokens: expected null, found 8: a loop of your own gets one batch in each step"
+    with pytest.raises(ValueError, match=expected):
+        spark_dl.open_dataset(url, texts, batch_size=24, loader=loader)
+    placed: Any = SimpleNamespace(placement=SimpleNamespace(part_shards=(1,)))
+    with pytest.raises(ValueError, match=expected):
+        RankRows(placed, RowSettings(data=DATA, loader=loader)).config(24)
 
 
 @pytest.mark.parametrize("change", [{"step": 10_000}, {"step": -5}, {"step": 2.5}, {"step": "a"}, {"step": None},

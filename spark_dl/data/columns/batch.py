@@ -195,10 +195,10 @@ class _Piece(NamedTuple):
     """The rows of a micro-batch."""
 
     cells: Sequence[Array | Ragged]
-    """Of each column. # each (rows, *cell)"""
+    """Cells by column. # each (rows, *cell)"""
     weight: Array
     streams: tuple[StreamRows, ...]
-    """As in `BatchKey`."""
+    """The streams that the rows are from, as `BatchKey` has them."""
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,8 @@ def concatenate(parts: Sequence[Array | Ragged]) -> Array | Ragged:
 
 
 def check_lengths(columns: Sequence[Column], loader: Loader) -> None:
-    """Raises ValueError for settings of lengths if all rows have the same. Called on the driver, and by loaders."""
+    """Raises ValueError for settings of lengths if all rows have the same. Called on the driver, and on
+    ranks that have written their rows."""
     if any(column.is_ragged for column in columns):
         return
     for name in ("group_by_length", "max_tokens", "pad_to"):
@@ -204,6 +205,15 @@ def check_lengths(columns: Sequence[Column], loader: Loader) -> None:
                 f"{[column.name for column in columns]}, so that all rows have the same length; remove it (it is "
                 f"{found})"
             )
+
+
+def check_one_batch(loader: Loader) -> None:
+    """Raises ValueError for `loader.max_tokens` where a step has one batch. Called on ranks."""
+    if loader.max_tokens is not None:
+        raise ValueError(
+            f"loader.max_tokens: expected null, found {loader.max_tokens}: a loop of your own gets one batch in each "
+            "step, and would lose the rows of the other micro-batches; set a smaller batch_size"
+        )
 
 
 def _positions(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

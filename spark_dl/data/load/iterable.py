@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from spark_dl.config import Config
 from spark_dl.data.columns.batch import Batch
+from spark_dl.data.columns.ragged import check_one_batch
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.build import BatchLoader
@@ -47,6 +48,7 @@ class RankDataset(IterableDataset[Any]):
         drop_last: bool = False,
     ):
         """drop_last: whether the last batch is left out if it is not full. Raises ValueError if it is the only one."""
+        check_one_batch(config.loader)
         self._loader, self._transform = loader, transform
         global_batch = config.train.global_batch_size
         self._steps = loader.plan.rows // global_batch if drop_last else loader.plan.steps

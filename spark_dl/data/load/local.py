@@ -28,7 +28,7 @@ import pyarrow as pa
 from torch import Tensor
 
 from spark_dl.config import Config, Data, Launch, Loader, Shards, Train
-from spark_dl.data.columns.ragged import Array, Ragged
+from spark_dl.data.columns.ragged import Array, Ragged, check_one_batch
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.columns.source import SourceColumn
 from spark_dl.data.dataset.records import LocalPlacement, ShardSet, ShardTable
@@ -245,6 +245,7 @@ class RankRows:
     def config(self, batch_size: int, *, seed: int = 0) -> Config:
         """Returns the settings of a loader of batches of `batch_size` rows per rank."""
         assert self.dataset.placement is not None
+        check_one_batch(self.settings.loader)
         num_ranks = len(self.dataset.placement.part_shards)
         return Config(
             data=self.settings.data,

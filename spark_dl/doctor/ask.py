@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from spark_dl import storage
@@ -34,7 +35,8 @@ def ask_ranks(spark: Any, launch: Launch, folder: str, *, reap: bool) -> list[di
         reap: as of `diagnose`.
     """
     n, mark = launch.num_ranks, uuid.uuid4().hex
-    probes = [storage.join(folder, f"probe-doctor-{mark}-{task}") for task in range(n)] if folder else []
+    prefix = f"probe-doctor-{mark}-"
+    probes = [storage.join(folder, f"{prefix}{task}") for task in range(n)] if folder else []
     limit_s = LIMIT_S + _LIMIT_PER_RANK_S * n
     answers = Answers(n)
     try:
@@ -47,7 +49,7 @@ def ask_ranks(spark: Any, launch: Launch, folder: str, *, reap: bool) -> list[di
         )  # fmt: skip
     except BaseException as error:
         with Calls() as files:  # ranks that were killed have not deleted theirs
-            within(files.start(lambda: _delete(probes)), FILES_S, None)
+            within(files.start(lambda: delete_probes(folder, prefix)), FILES_S, None)
         if isinstance(error, TimeoutError):
             raise RuntimeError(
                 f"no answer within {limit_s:g} s from {answers.missing()}: a process that is stopped, a dead mount, or "
@@ -58,9 +60,17 @@ def ask_ranks(spark: Any, launch: Launch, folder: str, *, reap: bool) -> list[di
     return [json.loads(each) for each in reports]
 
 
-def _delete(probes: Iterable[str]) -> None:
-    for probe in probes:
-        delete_probe(probe)
+def delete_probes(folder: str, prefix: str) -> None:
+    """Deletes the probes, whole or half written. A rank that is killed while it writes leaves the temporary file.
+
+    Args:
+        folder: that they are in; empty if there are none.
+        prefix: of their names.
+    """
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        for name in storage.list_names(folder) if folder else []:
+            if name.startswith(prefix):
+                delete_probe(storage.join(folder, name))
 
 
 class Answers:

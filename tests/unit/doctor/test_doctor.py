@@ -2,12 +2,14 @@
 
 import json
 import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from spark_dl import Launch
+from spark_dl import Launch, storage
 from spark_dl.doctor import ask, doctor, leftovers, on_rank
 from spark_dl.doctor.findings import ERROR, OK, WARNING, Diagnosis, Finding, sort
 from spark_dl.launch.rank.peers import versions
@@ -198,3 +200,21 @@ def test_a_diagnosis_shows_errors_first_and_what_to_change():
     assert lines[-2:] == ["- c: set c", "- b: set b"]
     assert "&lt;none&gt;" in found._repr_html_()
     assert json.loads(json.dumps(found.to_dict()))["healthy"] is False
+
+
+def test_the_probes_of_ranks_that_were_killed_while_they_wrote_are_deleted_and_nothing_else(tmp_path):
+    killed = (
+        "import os, sys\nfrom spark_dl import storage\n"
+        "with storage.writing(sys.argv[1]) as file:\n"
+        "    file.write(b'half')\n    file.flush()\n    os.kill(os.getpid(), 9)"
+    )
+    names = ["probe-doctor-ab-1", "probe-doctor-cd-1", "report.json"]
+    for name in names[:2]:
+        subprocess.run([sys.executable, "-c", killed, tmp_path / name], timeout=60, check=False)
+    for name in ("probe-doctor-ab-0", "report.json"):
+        storage.write_bytes(str(tmp_path / name), b"whole")
+    assert len(list(tmp_path.glob("*.tmp-*"))) == 2
+    ask.delete_probes(str(tmp_path), "probe-doctor-ab-")
+    assert [path.name.split(".tmp-")[0] for path in sorted(tmp_path.iterdir())] == names[1:]
+    ask.delete_probes(str(tmp_path / "none"), "probe-doctor-ab-")
+    ask.delete_probes("", "probe-doctor-ab-")

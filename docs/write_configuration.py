@@ -121,7 +121,8 @@ def _worst(parallel: Any) -> Any:
         launch=SimpleNamespace(num_ranks=0, min_ranks=1, gpus_per_rank=0.5),
         train=SimpleNamespace(
             precision="fp16",
-            optimizer="LBFGS",
+            optimizers=["LBFGS", "Muon"],
+            param_groups=({},),
             compile=True,
             channels_last=True,
             on_nonfinite="skip",

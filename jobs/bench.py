@@ -17,7 +17,7 @@ from benchmarks.faults import chaos, job, recovery
 from benchmarks.literature import literature
 from benchmarks.parallel import parallel
 from benchmarks.parallel import report as parallel_report
-from benchmarks.peers import gpu, launch, loader, predict, shards, step, text, track
+from benchmarks.peers import gpu, launch, loader, packing, predict, shards, step, text, track
 from spark_dl import build_session, cli
 
 
@@ -44,6 +44,10 @@ def bench_predict(args: argparse.Namespace) -> dict[str, Any]:
 
 def bench_text(args: argparse.Namespace) -> dict[str, Any]:
     return text.measure(_session(args), repeats=args.repeats, scale=args.scale)
+
+
+def bench_packing(args: argparse.Namespace) -> dict[str, Any]:
+    return packing.measure(_session(args), repeats=args.repeats, scale=args.scale)
 
 
 def bench_loader(args: argparse.Namespace) -> dict[str, Any]:
@@ -180,6 +184,10 @@ def _on_spark(add: Any) -> None:
         "text", "rows per second of training and scoring a small BERT on rows of 5 to 256 tokens: spark_dl, the "
         "Trainer of transformers, pandas UDFs, predict_batch_udf, SentenceTransformer", bench_text, repeats=3,
     )  # fmt: skip
+    of_packing = add(
+        "packing", "true tokens per second, and loss, of training a small GPT-2 on texts of 20 to 200 tokens: spark_dl "
+        "padded, sorted by length, and with packs; TRL padded, and with packs", bench_packing, repeats=3,
+    )  # fmt: skip
     of_loader = add(
         "loader", "rows per second of a shuffled epoch: spark_dl, Petastorm, Mosaic, WebDataset, Ray Data, HF, "
         "tensors in memory, and the limits of memory and of Arrow",
@@ -188,11 +196,11 @@ def _on_spark(add: Any) -> None:
     of_shards = add(
         "shards", "seconds to write a cached DataFrame: spark_dl, df.write.parquet, Petastorm's converter", bench_shards
     )
-    for command in (of_launch, of_step, of_track, of_predict, of_shards, of_text):
+    for command in (of_launch, of_step, of_track, of_predict, of_shards, of_text, of_packing):
         command.add_argument("--ranks", type=int, default=2, help="ranks, or tasks (default: 2)")
-    for command in (of_launch, of_track, of_predict, of_shards, of_text):
+    for command in (of_launch, of_track, of_predict, of_shards, of_text, of_packing):
         command.add_argument("--master", help="Spark master URL (default: local[ranks])")
-    for command in (of_loader, of_predict, of_shards, of_text):
+    for command in (of_loader, of_predict, of_shards, of_text, of_packing):
         command.add_argument("--scale", type=float, default=1.0, help="size of the datasets (default: 1)")
     for command in (of_loader, of_shards):
         command.add_argument("--petastorm_python", default=".venv-petastorm/bin/python", help="of its environment")

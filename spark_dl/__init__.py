@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from spark_dl.data.store.store import clean_store, store_shards
     from spark_dl.data.write.groups import group_rows
     from spark_dl.data.write.shards import write_shards
+    from spark_dl.data.write.tokens import pack_rows, tokenize
     from spark_dl.doctor.doctor import diagnose
     from spark_dl.doctor.findings import Diagnosis, Finding
     from spark_dl.driver import TrainResult, evaluate, launch, run_on_dataframe, train
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from spark_dl.launch.failures.errors import RankError
     from spark_dl.launch.session import build_session
     from spark_dl.open_dataset import open_dataset
-    from spark_dl.optimization import Optimization
+    from spark_dl.optimization import CombinedOptimizer, Optimization
     from spark_dl.parallel.ddp import DDP
     from spark_dl.parallel.hvd import Horovod
     from spark_dl.parallel.local_sgd import LocalSGD
@@ -70,6 +71,7 @@ _MODULES = {
     "Check": "spark_dl.certify.certificate",
     "Checkpoint": "spark_dl.config",
     "Checkpoints": "spark_dl.rundir.own_checkpoints",
+    "CombinedOptimizer": "spark_dl.optimization",
     "Config": "spark_dl.config",
     "DDP": "spark_dl.parallel.ddp",
     "DPSingleProcess": "spark_dl.parallel.single",
@@ -121,6 +123,7 @@ _MODULES = {
     "nn": "spark_dl.nn",
     "open_checkpoints": "spark_dl.rundir.own_checkpoints",
     "open_dataset": "spark_dl.open_dataset",
+    "pack_rows": "spark_dl.data.write.tokens",
     "plan_mesh": "spark_dl.planning.plan",
     "predict": "spark_dl.predict",
     "predict_udf": "spark_dl.predict",
@@ -130,6 +133,7 @@ _MODULES = {
     "save_model": "spark_dl.predict",
     "store_shards": "spark_dl.data.store.store",
     "train": "spark_dl.driver",
+    "tokenize": "spark_dl.data.write.tokens",
     "tune": "spark_dl.trials.tune",
     "write_shards": "spark_dl.data.write.shards",
 }
@@ -142,6 +146,7 @@ __all__ = [
     "Check",
     "Checkpoint",
     "Checkpoints",
+    "CombinedOptimizer",
     "Config",
     "DPSingleProcess",
     "Data",
@@ -192,6 +197,7 @@ __all__ = [
     "nn",
     "open_checkpoints",
     "open_dataset",
+    "pack_rows",
     "plan_mesh",
     "predict",
     "predict_udf",
@@ -200,6 +206,7 @@ __all__ = [
     "run_on_dataframe",
     "save_model",
     "store_shards",
+    "tokenize",
     "train",
     "tune",
     "write_shards",

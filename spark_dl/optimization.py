@@ -1,4 +1,4 @@
-"""`Optimization`, an optimizer with its scheduler, as `ModelSpec.optimizer` returns it."""
+"""`Optimization`, an optimizer with its scheduler, as `ModelSpec.optimizer` returns it; several optimizers as one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Optimization:
     """
 
     optimizer: Optimizer
-    """An optimizer that takes one gradient per step. LBFGS is not supported."""
+    """An optimizer that takes one gradient per step, or several as a `CombinedOptimizer`. LBFGS is not supported."""
     scheduler: LRScheduler | None = None
     """A scheduler of this optimizer."""
     interval: Literal["step", "epoch"] = "epoch"
@@ -63,6 +63,76 @@ class Optimization:
             raise ValueError(f"spec.optimizer: expected an integer frequency of at least 1, found {self.frequency!r}")
 
 
+class CombinedOptimizer(Optimizer):
+    """Several optimizers, each for its own parameters, as one: a step takes a step of each.
+
+    Its groups are those of the optimizers, in their order, so that one scheduler has the rates of all of them: most
+    scale the rate of each group by the same factor, and `LambdaLR` takes a function for each group. Checkpoints have
+    the state of all of them. Built on every rank.
+
+    Args:
+        optimizers: at least one; no two of them have a parameter in common.
+
+    Raises:
+        ValueError: For something else than optimizers that take one gradient per step, and for a parameter of two.
+
+    Example:
+        >>> def build_optimizers(model):
+        ...     matrices = [p for p in model.parameters() if p.ndim == 2]
+        ...     others = [p for p in model.parameters() if p.ndim != 2]
+        ...     return spark_dl.CombinedOptimizer([
+        ...         torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=1e-3)
+        ...     ])
+        >>> spark_dl.ModelSpec(build=lambda: torch.nn.Linear(2, 2), optimizer=build_optimizers)
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]):
+        self.optimizers = list(optimizers)
+        for optimizer in self.optimizers:
+            if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LBFGS | CombinedOptimizer):
+                raise ValueError(
+                    "CombinedOptimizer: expected optimizers of torch.optim that take one gradient per step, found "
+                    f"{type(optimizer).__name__}"
+                )
+        if not self.optimizers:
+            raise ValueError("CombinedOptimizer: expected at least one optimizer, found none")
+        super().__init__([group for optimizer in self.optimizers for group in optimizer.param_groups], {})
+        for optimizer in self.optimizers:
+            self.state.update(optimizer.state)
+        self._counts = [len(optimizer.param_groups) for optimizer in self.optimizers]
+        self._share()
+
+    def _share(self) -> None:
+        """Gives each optimizer its groups, and the state, which are then the same objects as those of this one."""
+        first = 0
+        for optimizer, count in zip(self.optimizers, self._counts, strict=True):
+            optimizer.param_groups, optimizer.state = self.param_groups[first : first + count], self.state
+            first += count
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # as `load_state_dict` does, with new groups and a new state
+        self._share()
+        for optimizer in self.optimizers:
+            optimizer.__setstate__({})  # which adds settings that a checkpoint of an older torch does not have
+
+    def step(self, closure: Any = None) -> Any:
+        """Takes a step of each optimizer. closure: not supported, as it would compute the loss once for each."""
+        if closure is not None:
+            raise ValueError("CombinedOptimizer: step takes no closure")
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def parts_of(optimizer: Optimizer) -> list[Optimizer]:
+    """Returns the optimizers that an optimizer is made of: itself, if it is not several."""
+    return optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
+
+
+def class_name(optimizer: Optimizer) -> str:
+    """Returns the name of the class of an optimizer, or of each of several, such as `Muon + AdamW`."""
+    return " + ".join(type(part).__name__ for part in parts_of(optimizer))
+
+
 def check_elementwise(optimization: Optimization, known: Sequence[str]) -> None:
     """Raises ValueError for an optimizer that needs whole tensors, where ranks have parts of them.
 
@@ -70,16 +140,16 @@ def check_elementwise(optimization: Optimization, known: Sequence[str]) -> None:
         known: the optimizers of `torch.optim` that update each element by itself. A subclass with a `step` of its own
             is another one.
     """
-    optimizer, name = optimization.optimizer, type(optimization.optimizer).__name__
-    step = inspect.unwrap(type(optimizer).step)
     classes = [getattr(torch.optim, each) for each in known]
-    is_known = any(isinstance(optimizer, cls) and step is inspect.unwrap(cls.step) for cls in classes)
-    if not is_known and not optimization.elementwise:
-        raise ValueError(
-            f"spec.optimizer: expected one of {', '.join(known)} with parallel.strategy='mesh', whose ranks have parts "
-            f"of the weights, found {name}; if it updates each element by itself, return "
-            "Optimization(optimizer=..., elementwise=True), else use ddp"
-        )
+    for part in parts_of(optimization.optimizer):
+        step = inspect.unwrap(type(part).step)
+        is_known = any(isinstance(part, cls) and step is inspect.unwrap(cls.step) for cls in classes)
+        if not is_known and not optimization.elementwise:
+            raise ValueError(
+                f"spec.optimizer: expected one of {', '.join(known)} with parallel.strategy='mesh', whose ranks have "
+                f"parts of the weights, found {type(part).__name__}; if it updates each element by itself, return "
+                "Optimization(optimizer=..., elementwise=True), else use ddp"
+            )
 
 
 def trained_by(optimizer: Optimizer) -> list[Tensor]:

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 from spark_dl.config import Config, Train
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.build import build_train_loader
 from spark_dl.data.load.mixture import Mixture
-from spark_dl.parallel.trainable import build_optimization, build_optimizer
-from spark_dl.rundir.checkpoint import Saved, plain_name, shapes_of
+from spark_dl.parallel.modules import plain_name
+from spark_dl.parallel.trainable import build_optimization, sample_optimizer
+from spark_dl.rundir.checkpoint import Saved, shapes_of
 from spark_dl.scoring.outputs import Squeezed
 from spark_dl.spec import ModelSpec
 from spark_dl.training.optimizer_settings import RateSchedule, check_classes, classes_of, with_length
@@ -48,7 +48,7 @@ def _set_beside_optimizer(name: str) -> FunctionConflict:
 
 CONFLICTS = (
     *(_set_beside_optimizer(name) for name in (
-        "optimizer", "lr", "optimizer_args", "scheduler", "scheduler_args", "scheduler_interval",
+        "optimizer", "lr", "optimizer_args", "param_groups", "scheduler", "scheduler_args", "scheduler_interval",
     )),
     FunctionConflict("parallel.strategy", lambda s, c: s.optimizer is not None and c.parallel.servers > 0,
                      "expected a strategy without servers with spec.optimizer, found {c.parallel.strategy!r}, whose "
@@ -122,7 +122,7 @@ def check_training(spec: ModelSpec, train: ShardSet | Mixture, config: Config, s
     """
     if saved is None and spec.optimizer is None:
         if config.train.scheduler == "OneCycleLR" and with_length(config, 1, 1) == config:  # of a length that is set
-            _check_length(RateSchedule(build_optimizer(nn.Linear(1, 1), config, 1), config), spec, train, config)
+            _check_length(RateSchedule(sample_optimizer(config, 1), config), spec, train, config)
         return
     if config.parallel.cuts_model:  # can be larger than the memory of the driver
         return

@@ -145,9 +145,15 @@ CONFLICTS = (
     Conflict("train.precision", lambda c: _error_feedback(c) and c.train.precision == "fp16",
              "expected bf16 or float32 with parallel.compression 'powersgd', 'threshold' or 'topk', because error "
              "feedback needs a constant loss scale, found fp16"),
-    Conflict("train.optimizer", lambda c: _served(c) and c.train.optimizer not in ELEMENTWISE,
+    Conflict("train.optimizer", lambda c: _served(c) and not {*c.train.optimizers} <= {*ELEMENTWISE},
              f"expected one of {', '.join(ELEMENTWISE)} with parallel.strategy={{c.parallel.strategy!r}}, whose "
-             "servers split the weights into blocks, found {c.train.optimizer!r}"),
+             "servers split the weights into blocks, found {c.train.optimizers}"),
+    Conflict("train.param_groups", lambda c: _served(c) and bool(c.train.param_groups),
+             "expected none with parallel.strategy={c.parallel.strategy!r}, whose servers have blocks of the weights "
+             "and not parameters with names; use ddp"),
+    Conflict("train.param_groups", lambda c: c.parallel.own_optimizer and len(c.train.optimizers) > 1,
+             "expected one optimizer with parallel.strategy={c.parallel.strategy!r}, which builds a new one of its "
+             "class, found {c.train.optimizers}; use ddp"),
     Conflict("train.clip_grad_norm", lambda c: c.parallel.servers > 1 and c.train.clip_grad_norm is not None,
              "expected null with parallel.num_servers above 1, because no server has the whole gradient, found "
              "{c.train.clip_grad_norm}"),

@@ -1,10 +1,12 @@
 """The section `train`: the optimization."""
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from spark_dl.config.checks import check, check_bool, check_choices, check_class, check_number
+from spark_dl.config.checks import SettingError, check, check_bool, check_choices, check_class, check_number
 from spark_dl.config.fields import may_change, named_settings, of_caller
 
 LrScaling = Literal["none", "linear", "sqrt"]
@@ -39,6 +41,11 @@ class Train:
     """Learning rate, used as written unless `lr_scaling` says otherwise."""
     optimizer_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer, such as `{momentum: 0.9, nesterov: true}`."""
+    param_groups: tuple[dict[str, Any], ...] = ()
+    """Parameters that are trained otherwise: `{match: <pattern>, optimizer: <class>, lr: <rate>, <arguments>}`. A
+    parameter is in the first group whose pattern, a regular expression, is found in its name, such as
+    `blocks.0.bias`. What a group does not set is `train.lr`, and, with the same optimizer, `train.optimizer_args`. The
+    scheduler changes the rates of all groups by the same factor."""
     scheduler: str | None = None
     """Name of a class of `torch.optim.lr_scheduler`."""
     scheduler_args: dict[str, Any] = field(default_factory=dict)
@@ -145,9 +152,14 @@ class Train:
         check_number(self, "early_stop_min_delta", 0)
         check_bool(self, "compile", "channels_last", "check_batch_loss")
         check_choices(self)
-        check_class("train.optimizer", "torch.optim", "Optimizer", self.optimizer)
-        calls_back = self.optimizer == "LBFGS"  # its step evaluates the loss several times
-        check(not calls_back, "train.optimizer", "an optimizer that takes one gradient per step", self.optimizer)
+        _check_optimizer("train.optimizer", self.optimizer)
+        check(isinstance(self.param_groups, tuple | list), "train.param_groups", "a list of groups", self.param_groups)
+        for i, group in enumerate(self.param_groups):
+            try:
+                _check_group(group)
+            except SettingError as error:
+                raise SettingError("train.param_groups", f"group {i}: {error}") from error
+        object.__setattr__(self, "param_groups", tuple(map(dict, self.param_groups)))
         for name in ("optimizer_args", "scheduler_args", "metrics"):
             value = getattr(self, name)
             check(isinstance(value, Mapping), f"train.{name}", "a mapping of names to values", value)
@@ -170,6 +182,11 @@ class Train:
             is_name = isinstance(self.early_stop_metric, str) and self.early_stop_metric != ""
             check(is_name, "train.early_stop_metric", "loss or the name of a metric", self.early_stop_metric)
 
+    @property
+    def optimizers(self) -> list[str]:
+        """The names of all classes of optimizers."""
+        return list(dict.fromkeys([self.optimizer, *(g.get("optimizer", self.optimizer) for g in self.param_groups)]))
+
     def _check_fold(self) -> None:
         check_number(self, "validation_fold", 0, whole=True)
         folds = round(1 / self.validation_fraction) if self.validation_fraction else 0
@@ -178,3 +195,23 @@ class Train:
             "train.validation_fraction", "1/k for the k folds of train.validation_fold", self.validation_fraction,
         )  # fmt: skip
         check(int(self.validation_fold or 0) < folds, "train.validation_fold", f"below {folds}", self.validation_fold)
+
+
+def _check_optimizer(key: str, name: Any) -> None:
+    check_class(key, "torch.optim", "Optimizer", name)
+    calls_back = name == "LBFGS"  # its step evaluates the loss several times
+    check(not calls_back, key, "an optimizer that takes one gradient per step", name)
+
+
+def _check_group(group: Any) -> None:
+    is_group = isinstance(group, Mapping) and isinstance(group.get("match"), str)
+    check(is_group, "match", "{match: <pattern of names>, optimizer: <class>, lr: <rate>, <its arguments>}", group)
+    try:
+        re.compile(group["match"])
+    except re.error as error:
+        raise SettingError("match", f"expected a regular expression, found {group['match']!r}: {error}") from error
+    if "optimizer" in group:
+        _check_optimizer("optimizer", group["optimizer"])
+    lr = group.get("lr", 1.0)
+    is_rate = isinstance(lr, int | float) and not isinstance(lr, bool) and 0 < lr < math.inf
+    check(is_rate, "lr", "a finite number above 0", lr)

@@ -2,5 +2,7 @@
 
 from spark_dl.nn.moe import FeedForward as FeedForward
 from spark_dl.nn.moe import MoE as MoE
+from spark_dl.nn.packed import causal_lm_loss as causal_lm_loss
+from spark_dl.nn.packed import document_mask as document_mask
 
-__all__ = ["FeedForward", "MoE"]
+__all__ = ["FeedForward", "MoE", "causal_lm_loss", "document_mask"]

@@ -507,3 +507,8 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether an error of torch says that a device, or the host, has no memory left."""
     # On CPUs torch has no class for it.
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def plain_name(name: str) -> str:
+    """Returns the name of a weight without what `torch.compile` puts before the names of a module."""
+    return name.replace("_orig_mod.", "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from spark_dl.config.checks import listed
 from spark_dl.gather import RowRanks
-from spark_dl.optimization import Optimization, check_parameters, scale_rates
+from spark_dl.optimization import CombinedOptimizer, Optimization, check_parameters, scale_rates
 from spark_dl.parallel.exchange_clock import ExchangeClock, StepClock
 from spark_dl.parallel.loss import (
     CachedGlobalLoss,
@@ -24,11 +26,11 @@ from spark_dl.parallel.loss import (
     true_rows,
     weighted_loss_sum,
 )
-from spark_dl.parallel.modules import to_device
+from spark_dl.parallel.modules import plain_name, to_device
 from spark_dl.spec import Batch, ModelSpec, NumberedBatch, Output
 
 if TYPE_CHECKING:
-    from spark_dl.config import Config
+    from spark_dl.config import Config, Train
     from spark_dl.parallel.mesh.state import MeshState
 
 
@@ -201,24 +203,71 @@ def build_optimization(spec: ModelSpec, model: nn.Module, config: Config, world_
 
 
 def build_optimizer(model: nn.Module, config: Config, world_size: int) -> torch.optim.Optimizer:
-    """Builds the configured `torch.optim` optimizer for the parameters that require a gradient.
+    """Builds the configured `torch.optim` optimizers for the parameters that require a gradient.
 
-    Raises ValueError if no parameter does, or if the optimizer does not take `train.optimizer_args`.
+    A parameter is in the first group of `train.param_groups` whose pattern is in its name. Raises ValueError if no
+    parameter requires a gradient, if a group has none, or if an optimizer does not take its arguments.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not parameters:
+    named = [(plain_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
+    if not named:
         raise ValueError("spec.build: no parameter of the model requires a gradient; there is nothing to train")
+    patterns = [group["match"] for group in config.train.param_groups]
+    members: list[list[nn.Parameter]] = [[] for _ in [*patterns, None]]
+    for name, parameter in named:
+        at = next((i for i, pattern in enumerate(patterns) if re.search(pattern, name)), -1)
+        members[at].append(parameter)
+    for i, (pattern, of_group) in enumerate(zip(patterns, members, strict=False)):
+        if not of_group:
+            raise ValueError(
+                f"train.param_groups[{i}].match: found no parameter to train with {pattern!r} in its name that is in "
+                f"no group before; the names are {listed([name for name, _ in named])}"
+            )
+    return optimizer_of_groups(config, members, lr_factor(config, world_size))
+
+
+def optimizer_of_groups(
+    config: Config, members: Sequence[Sequence[nn.Parameter]], lr_factor: float
+) -> torch.optim.Optimizer:
+    """Builds an optimizer of groups of parameters. Raises ValueError if an optimizer does not take its arguments.
+
+    Args:
+        members: the parameters of each of `train.param_groups`, and at the end those of none of them.
+    """
     train = config.train
-    cls = getattr(torch.optim, train.optimizer)
-    try:
-        optimizer: torch.optim.Optimizer = cls(
-            parameters, lr=train.lr * lr_factor(config, world_size), **train.optimizer_args
-        )
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"train.optimizer_args: {train.optimizer} does not take {train.optimizer_args}: {error}"
-        ) from error
-    return optimizer
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for i, (settings, parameters) in enumerate(zip([*train.param_groups, {}], members, strict=True)):
+        if not parameters:  # all are in groups
+            continue
+        name = settings.get("optimizer", train.optimizer)
+        lr = settings.get("lr", train.lr) * lr_factor
+        args = {key: value for key, value in settings.items() if key not in ("match", "optimizer", "lr")}
+        try:  # by itself, so that an error names the group
+            getattr(torch.optim, name)(
+                [nn.Parameter(p.detach()) for p in parameters], lr=lr, **{**_shared(train, name), **args}
+            )
+        except (TypeError, ValueError) as error:
+            key = f"train.param_groups[{i}]" if settings else "train.optimizer_args"
+            raise ValueError(f"{key}: {name} does not take {settings or train.optimizer_args}: {error}") from error
+        groups.setdefault(name, []).append({"params": list(parameters), "lr": lr, **args})
+    built: list[torch.optim.Optimizer] = [
+        getattr(torch.optim, name)(of_class, lr=train.lr * lr_factor, **_shared(train, name))
+        for name, of_class in groups.items()
+    ]
+    return built[0] if len(built) == 1 else CombinedOptimizer(built)
+
+
+def _shared(train: Train, name: str) -> dict[str, Any]:
+    """Returns the arguments that all groups of a class of optimizers have."""
+    return train.optimizer_args if name == train.optimizer else {}
+
+
+def sample_optimizer(config: Config, world_size: int) -> torch.optim.Optimizer:
+    """Builds the configured optimizers for a matrix in each group, which all optimizers can train.
+
+    Raises ValueError as `build_optimizer` does for arguments. Called on the driver.
+    """
+    members = [[nn.Parameter(torch.zeros(2, 2))] for _ in (*config.train.param_groups, None)]
+    return optimizer_of_groups(config, members, lr_factor(config, world_size))
 
 
 def lr_factor(config: Config, world_size: int) -> float:

@@ -25,6 +25,7 @@ from spark_dl import storage
 from spark_dl.config import Config
 from spark_dl.config.fields import fixed_on_resume
 from spark_dl.data.columns.schema import Column
+from spark_dl.parallel.modules import plain_name
 from spark_dl.rundir import checkpoint_files, signing
 from spark_dl.rundir.checkpoint_files import (
     AVERAGE,
@@ -382,11 +383,6 @@ def load_weights(saved: Saved) -> dict[str, Tensor]:
         model: dict[str, dict[str, Tensor]] = load(saved, MODEL)
         return {**model["0"], **model.get(AVERAGE, {})}
     return TensorFiles(saved.url, saved.manifest, "model").read_whole()
-
-
-def plain_name(name: str) -> str:
-    """Returns the name of a weight without what `torch.compile` puts before the names of a module."""
-    return name.replace("_orig_mod.", "")
 
 
 def shapes_of(saved: Saved) -> dict[str, list[int]]:

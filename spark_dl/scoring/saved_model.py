@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from spark_dl import storage
 from spark_dl.config import Config, Data, Loader
 from spark_dl.data.columns.schema import Column
-from spark_dl.rundir.checkpoint import load_into, plain_name
+from spark_dl.parallel.modules import plain_name
+from spark_dl.rundir.checkpoint import load_into
 from spark_dl.scoring import names
 from spark_dl.scoring.program import export_program, load_program
 from spark_dl.spec import ModelSpec

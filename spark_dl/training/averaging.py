@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from spark_dl.rundir.checkpoint import plain_name
+from spark_dl.parallel.modules import plain_name
 
 
 class WeightAverage:

@@ -27,6 +27,7 @@ from spark_dl.gather import gather_json, gather_tensors, gathered, sum_over_rank
 from spark_dl.generators import generators_kept
 from spark_dl.launch.failures.errors import OtherRankError
 from spark_dl.nn.moe import moe_layers
+from spark_dl.optimization import parts_of, trained_by
 from spark_dl.parallel.loss import Call, loss_and_count, select_rows
 from spark_dl.parallel.modules import is_out_of_memory, module_state_kept
 from spark_dl.parallel.trainable import Trainable
@@ -116,7 +117,7 @@ def check_sparse(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer,
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad
     }
     if not sparse_ids:
-        if isinstance(optimizer, torch.optim.SparseAdam):
+        if any(isinstance(part, torch.optim.SparseAdam) for part in parts_of(optimizer)):
             raise ValueError(
                 "train.optimizer: SparseAdam takes sparse gradients alone, and the model has none; use Adam, or "
                 "sparse=True in its nn.Embedding and nn.EmbeddingBag"
@@ -138,23 +139,24 @@ def check_sparse(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer,
                 f"{key}: found {value!r}, which does not take the sparse gradients of {of}; change it, or build its "
                 "layer without sparse=True"
             )
-    in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        dense = [name for name, p in named if id(p) in in_optimizer and id(p) not in sparse_ids]
-        if dense:
+    for part in parts_of(optimizer):
+        in_optimizer = {id(p) for p in trained_by(part)}
+        if isinstance(part, torch.optim.SparseAdam):
+            dense = [name for name, p in named if id(p) in in_optimizer and id(p) not in sparse_ids]
+            if dense:
+                raise ValueError(
+                    f"train.optimizer: SparseAdam takes sparse gradients alone, and those of {dense[0]!r} are dense; "
+                    "use SGD or Adagrad, or another optimizer for them (train.param_groups)"
+                )
+        elif (
+            sparse_ids & in_optimizer
+            and type(part).__module__.startswith("torch.optim")
+            and not isinstance(part, _TAKE_SPARSE)
+        ):
             raise ValueError(
-                f"train.optimizer: SparseAdam takes sparse gradients alone, and those of {dense[0]!r} are dense; use "
-                "SGD or Adagrad, or an optimizer of your own for each kind (spec.optimizer)"
+                f"train.optimizer: {type(part).__name__} does not take the sparse gradients of {of}; use SGD, Adagrad "
+                "or SparseAdam, also in train.param_groups, or build its layer without sparse=True"
             )
-    elif (
-        sparse_ids & in_optimizer
-        and type(optimizer).__module__.startswith("torch.optim")
-        and not isinstance(optimizer, _TAKE_SPARSE)
-    ):
-        raise ValueError(
-            f"train.optimizer: {type(optimizer).__name__} does not take the sparse gradients of {of}; use SGD, Adagrad "
-            "or SparseAdam, or build its layer without sparse=True"
-        )
 
 
 class ExpertBalance:

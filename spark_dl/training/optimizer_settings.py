@@ -24,9 +24,9 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
 from spark_dl.config import Config
-from spark_dl.optimization import Optimization
-from spark_dl.parallel.trainable import build_optimizer
-from spark_dl.rundir.checkpoint import plain_name
+from spark_dl.optimization import Optimization, class_name
+from spark_dl.parallel.modules import plain_name
+from spark_dl.parallel.trainable import sample_optimizer
 from spark_dl.rundir.checkpoint_files import plain_state
 
 _log = logging.getLogger("spark_dl")
@@ -160,12 +160,11 @@ class RateSchedule:
 
 
 def check_optimization(config: Config) -> None:
-    """Builds the configured optimizer and scheduler for a small model, and takes a step. Called on the driver.
+    """Builds the configured optimizers and scheduler for small weights, and takes a step. Called on the driver.
 
     Raises ValueError, with the key, for arguments that torch refuses, so that ranks need not start to find them.
     """
-    model = torch.nn.ParameterList([torch.zeros(2, 2)])  # a matrix, which all optimizers can train
-    optimizer = build_optimizer(model, config, config.launch.num_ranks)
+    optimizer = sample_optimizer(config, config.launch.num_ranks)
     scheduler = RateSchedule(optimizer, with_length(config, 1000, 10)).scheduler  # a length of no run
     optimizer.step()  # without a gradient it changes nothing
     if scheduler is None:
@@ -346,7 +345,7 @@ class OptimizerSettings:
 
 def classes_of(optimizer: torch.optim.Optimizer, schedule: RateSchedule) -> dict[str, str]:
     """Returns the names of the classes of an optimizer and its scheduler."""
-    return {"optimizer": type(optimizer).__name__, "scheduler": type(schedule.scheduler).__name__}
+    return {"optimizer": class_name(optimizer), "scheduler": type(schedule.scheduler).__name__}
 
 
 def check_classes(before: Mapping[str, str], now: Mapping[str, str]) -> None:

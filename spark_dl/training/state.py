@@ -26,9 +26,11 @@ from spark_dl.config import Train
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.load.resume_check import VALIDATION, dataset_digest
 from spark_dl.gather import StoreGather, gather_json
+from spark_dl.optimization import class_name
+from spark_dl.parallel.modules import plain_name
 from spark_dl.parallel.trainable import Trainable, lr_factor
 from spark_dl.rundir import checkpoint, saving, signing
-from spark_dl.rundir.checkpoint import load_into, plain_name
+from spark_dl.rundir.checkpoint import load_into
 from spark_dl.rundir.checkpoint_files import AVERAGE, TensorFiles, plain_state
 from spark_dl.spec import Position, Run
 from spark_dl.training import row_metrics
@@ -236,7 +238,7 @@ class RunState:
         self._has_saved = False
         self._branch: list[tuple[int, int]] = []
         optimizer = trainable.optimizer
-        self._owner = f"{'spec' if run.spec.optimizer else 'train'}.optimizer: {type(optimizer).__name__}"
+        self._owner = f"{'spec' if run.spec.optimizer else 'train'}.optimizer: {class_name(optimizer)}"
         self._names = (
             group_names(optimizer, trainable.modules[0]) if trainable.state is None else trainable.state.group_names()
         )

@@ -18,6 +18,7 @@ from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.data.load.build import build_loader
 from spark_dl.evaluate import load_model
 from spark_dl.launch.rank.environment import restored_process
+from spark_dl.nn import causal_lm_loss
 from spark_dl.rundir import checkpoint
 from spark_dl.rundir.checkpoint import load_weights
 from spark_dl.rundir.metrics import read_metrics
@@ -40,6 +41,10 @@ def columns():
     tags = (tokens + rng.integers(0, 2, len(tokens))) % 3 + 1
     ignored = np.where(rng.random(ROWS) < 0.2, 2, found["label"] % 2)  # no batch has ignored labels alone
     importance = (10 * rng.random(ROWS)).astype(np.float32)
+    packs = [[tokens[start : start + n] for start, n in texts] for texts in texts_of_packs(lengths)]
+    packed = [sum(map(len, texts)) for texts in packs]
+    ids = np.concatenate([text for texts in packs for text in texts])
+    positions = np.concatenate([np.arange(len(text)) for texts in packs for text in texts])
     return {
         **found,
         "ignored": ignored,
@@ -47,7 +52,17 @@ def columns():
         "heavy": 1000 * importance,
         "tokens": from_lengths(tokens, lengths),
         "tags": from_lengths(tags, lengths),
+        "input_ids": from_lengths(ids, packed),
+        "labels": from_lengths(np.where(positions == 0, -100, ids), packed),
+        "position_ids": from_lengths(positions, packed),
     }
+
+
+def texts_of_packs(lengths):
+    """Start and length of the texts of each pack: 1 to 3 rows of tokens."""
+    starts = np.cumsum(lengths) - lengths
+    for row in range(len(lengths)):
+        yield [(starts[i % ROWS], lengths[i % ROWS]) for i in range(row, row + 1 + row % 3)]
 
 
 class Tagger(nn.Module):
@@ -156,6 +171,18 @@ def loss_of_transformers(model, batch):
     return model(input_ids=batch["tokens"], attention_mask=batch["tokens_mask"].long(), labels=labels).loss
 
 
+def loss_of_texts(model, batch):
+    """The mean over the tokens of packs, each text of which is a row by itself."""
+    total, count = 0.0, 0
+    for ids, positions, mask in zip(batch["input_ids"], batch["position_ids"], batch["input_ids_mask"], strict=True):
+        ends = [*(positions[mask] == 0).nonzero()[1:, 0].tolist(), int(mask.sum())]
+        for text in ids[mask].tensor_split(ends[:-1]):
+            logits = model(input_ids=text[None]).logits[0, :-1]
+            total = total + F.cross_entropy(logits, text[1:], reduction="sum")
+            count += len(text) - 1
+    return total / count
+
+
 def build_tagger_of_transformers():
     return transformers.BertForTokenClassification(
         transformers.BertConfig(
@@ -217,6 +244,8 @@ CASES = {  # the spec, what a plain loop minimizes, and the columns
     ),
     "GPT-2": (ModelSpec(build=build_gpt2, batch_loss=loss_of_transformers), loss_of_transformers,
               {"features": ("tokens",), "label": None}),
+    "packs": (ModelSpec(build=build_gpt2, batch_loss=causal_lm_loss), loss_of_texts,
+              {"features": ("input_ids", "position_ids", "labels"), "label": None}),
     "BERT": (ModelSpec(build=build_tagger_of_transformers, batch_loss=tags_of_transformers), tags_of_transformers,
              {"features": ("tokens", "tags"), "label": None}),
     "groups": (ModelSpec(build=Tagger, loss=listwise), mean_of_groups,
@@ -340,6 +369,7 @@ STRATEGIES = {
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", [
     "class weights", "tags", "count", "ignore_index", "weights of rows", "losses and weights", "sum and count", "GPT-2",
+    "packs",
 ])  # fmt: skip
 def test_the_mean_is_that_of_one_process_under_every_strategy(tmp_path, name, strategy):
     num_ranks, settings = STRATEGIES[strategy]

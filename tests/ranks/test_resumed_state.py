@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import itertools
 import logging
 import re
 import shutil
@@ -11,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, lr_scheduler
 
-from spark_dl import Mesh, ModelSpec, Optimization
+from spark_dl import CombinedOptimizer, Mesh, ModelSpec, Optimization
+from spark_dl.data.load.build import build_loader
 from spark_dl.rundir import checkpoint
 from spark_dl.rundir.checkpoint import load_weights
 from tests.builders.models import build_mlp, same_bits, small_config
@@ -318,3 +321,66 @@ def test_the_checkpoint_that_a_run_goes_on_from_stays_until_a_second_one_is_ther
         resume(make_run(tmp_path, kept, name=str(last_step)), checkpoint.open_checkpoint(url))
         assert Path(url).exists() == is_there
         assert [saved.step for saved in checkpoint.list_checkpoints(str(tmp_path / str(last_step)))][-1] == last_step
+
+
+# Several optimizers
+
+
+MUON = {
+    "optimizer": "AdamW", "lr": 0.01, "optimizer_args": {"weight_decay": 0.1},
+    "param_groups": ({"match": "weight", "optimizer": "Muon", "lr": 0.02}, {"match": "0.bias", "lr": 0.1}),
+}  # fmt: skip
+
+
+def muon_and_adam(model):
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    together = CombinedOptimizer([torch.optim.Muon(matrices, lr=0.02), AdamW(others, lr=0.01, weight_decay=0.1)])
+    schedule = lr_scheduler.LambdaLR(together, [lambda step: 0.9**step, lambda step: 1 / (1 + step)])
+    return Optimization(optimizer=together, scheduler=schedule, interval="step")
+
+
+def plain_steps(tmp_path, settings, optimizers, schedule=None):
+    """Weights after the steps of a plain loop in one process."""
+    torch.manual_seed(settings.train.seed)
+    model = build_mlp()
+    parts = optimizers(model)
+    loader = build_loader(make_run(tmp_path, settings, name="plain").train, settings, rank=0, world_size=1)
+    steps = itertools.chain.from_iterable(loader.epoch(epoch) for epoch in range(settings.train.epochs))
+    for at, step in enumerate(itertools.islice(steps, LAST)):
+        (batch,) = step.micro_batches
+        rows = {name: batch[name][batch["weight"] > 0] for name in ("features", "label")}
+        model.zero_grad()
+        F.cross_entropy(model(rows["features"]), rows["label"]).backward()
+        for part, rate in zip(parts, schedule(at) if schedule else (1, 1), strict=True):
+            for group in part.param_groups:
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * rate
+            part.step()
+    return model.state_dict()
+
+
+def of_settings(model):
+    named = dict(model.named_parameters())
+    biases = [{"params": [named["0.bias"]], "lr": 0.1}, {"params": [named["2.bias"]]}]
+    return [
+        torch.optim.Muon([p for p in named.values() if p.ndim == 2], lr=0.02), AdamW(biases, lr=0.01, weight_decay=0.1)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("is_own", [False, True], ids=["settings", "spec"])
+def test_several_optimizers_train_as_a_plain_loop_and_resume_to_the_bit(tmp_path, is_own, num_ranks):
+    spec = ModelSpec(build=build_mlp, optimizer=muon_and_adam if is_own else None)
+    settings = config(num_ranks, train={} if is_own else MUON)
+    whole, resumed = whole_and_resumed(tmp_path, spec, spec, settings)
+    assert_same_to_the_bit(whole, resumed)
+    assert whole.manifest["optimizer"]["optimizer"] == "Muon + AdamW"
+    if is_own:
+        expected = plain_steps(
+            tmp_path, settings, lambda model: muon_and_adam(model).optimizer.optimizers,
+            lambda step: (0.9**step, 1 / (1 + step)),
+        )  # fmt: skip
+    else:
+        expected = plain_steps(tmp_path, settings, of_settings)
+    for name, value in weights(whole).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)

@@ -46,9 +46,12 @@ def _rounds(config: Config) -> int:
 
 
 EXCLUDES = (
-    Conflict("train.optimizer", lambda c: _cuts(c) and c.train.optimizer not in ELEMENTWISE,
+    Conflict("train.optimizer", lambda c: _cuts(c) and not {*c.train.optimizers} <= {*ELEMENTWISE},
              f"expected one of {', '.join(ELEMENTWISE)} with parallel.strategy='mesh', whose ranks have parts of the "
-             "weights, found {c.train.optimizer!r}"),
+             "weights, found {c.train.optimizers}"),
+    Conflict("train.param_groups", lambda c: bool(c.train.param_groups) and _mesh(c).pipeline > 1,
+             "expected none with parallel.pipeline above 1, whose stages have different parameters; use "
+             "spec.optimizer, which gets those of a stage"),
     Conflict("train.precision", lambda c: _cuts(c) and c.train.precision == "fp16",
              "expected float32 or bf16 with parallel.strategy='mesh', where ranks would use different loss scales, "
              "found fp16"),

@@ -17,6 +17,7 @@ CASES = [
     ("train.optimizer", OPTIMIZER, {"optimizer": "Adam"}),
     ("train.lr", OPTIMIZER, {"lr": 0.5}),
     ("train.optimizer_args", OPTIMIZER, {"optimizer_args": {"momentum": 0.9}}),
+    ("train.param_groups", OPTIMIZER, {"param_groups": ({"match": "bias"},)}),
     ("train.scheduler", OPTIMIZER, {"scheduler": "StepLR", "scheduler_args": {}}),
     ("train.scheduler_args", OPTIMIZER, {"scheduler_args": {"gamma": 0.9}}),
     ("train.scheduler_interval", OPTIMIZER, {"scheduler_interval": "step"}),

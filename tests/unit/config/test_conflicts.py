@@ -70,6 +70,8 @@ EXCLUSIVE = [  # the key that the error names, and settings of which each is val
     ("train.optimizer", SERVED, {"optimizer": "Adafactor"}),
     ("train.clip_grad_norm", TWO_SERVERS, {"clip_grad_norm": 1.0}),
     ("train.ema_decay", {"ema_decay": 0.9}, SERVED),
+    ("train.param_groups", {"param_groups": ({"match": "bias"},)}, SERVED),
+    ("train.param_groups", {"param_groups": ({"match": "bias", "optimizer": "AdamW"},)}, {"parallel": Horovod()}),
     *(("train.on_nonfinite", SERVED, {"on_nonfinite": policy}) for policy in ("skip", "rollback")),
     ("train.on_nonfinite", {"parallel": DDP(compression="topk")}, {"on_nonfinite": "skip"}),
     ("train.check_replicas_every", SERVED, {"check_replicas_every": 5}),
@@ -273,6 +275,12 @@ def test_a_metric_of_a_column_that_is_not_read_is_an_error_with_the_nearest_name
     with pytest.raises(ValueError, match=r"train.metrics.accuracy.label: no column 'kid' is read.*'kind'.*data.labels"):
         make_config(metrics=metrics, labels=("kind",))
     assert make_config(metrics=metrics, labels=("kid",), label=None).train.metrics == metrics
+
+
+def test_groups_of_parameters_need_one_model_with_all_of_them():
+    with pytest.raises(ValueError, match=r"^train\.param_groups: expected none with parallel\.strategy='auto'"):
+        make_config(param_groups=({"match": "bias"},), parallel=Auto())
+    make_config(param_groups=({"match": "bias"},), parallel=Mesh(zero_stage=1))
 
 
 @pytest.mark.parametrize("parallel", [Mesh(), Auto(), LocalSGD()], ids=lambda each: each.strategy)

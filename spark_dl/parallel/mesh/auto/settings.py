@@ -33,9 +33,12 @@ def _conflict(key: str, excluded: object, expected: str) -> Conflict:
 
 
 EXCLUDES = (
-    Conflict("train.optimizer", lambda c: c.train.optimizer not in ELEMENTWISE,
+    Conflict("train.optimizer", lambda c: not {*c.train.optimizers} <= {*ELEMENTWISE},
              f"expected one of {', '.join(ELEMENTWISE)} with parallel.strategy='auto', whose plans can cut the "
-             "weights, found {c.train.optimizer!r}; or set parallel.strategy to 'mesh'"),
+             "weights, found {c.train.optimizers}; or set parallel.strategy to 'mesh'"),
+    Conflict("train.param_groups", lambda c: bool(c.train.param_groups),
+             "expected none with parallel.strategy='auto', whose plans can have stages with different parameters; set "
+             "parallel.strategy to 'mesh'"),
     Conflict("train.lr_scaling", lambda c: c.train.lr_scaling != "none",
              "expected 'none' with parallel.strategy='auto', which chooses the number of data ranks, found "
              "{c.train.lr_scaling!r}; or set parallel.strategy to 'mesh'"),

@@ -35,6 +35,8 @@ def test_settings_that_do_not_fit_each_other(mesh, message):
     ({"pipeline": 4, "schedule": "pipedream"}, {"clip_grad_norm": 1.0}, "train.clip_grad_norm: expected null with"),
     ({"pipeline": 4, "schedule": "pipedream"}, {"on_nonfinite": "skip"}, "train.on_nonfinite: expected 'raise' with"),
     ({"zero_stage": 1}, {"optimizer": "Adafactor"}, "train.optimizer: expected one of SGD"),
+    ({"zero_stage": 1}, {"param_groups": ({"match": "a", "optimizer": "Muon"},)}, r"expected one of SGD.*'Muon'\]"),
+    ({"pipeline": 2}, {"param_groups": ({"match": "a"},), "accumulation_steps": 2}, "train.param_groups: .*stages"),
     ({"tensor": 2}, {"precision": "fp16"}, "train.precision: expected float32 or bf16"),
     ({"zero_stage": 1}, {"compile": True}, "train.compile: not supported with parallel.strategy='mesh'"),
     ({"zero_stage": 1}, {"channels_last": True}, "train.channels_last: not supported"),

@@ -132,6 +132,7 @@ def _worst(parallel: Any) -> Any:
             random_by="row",
         ),
         track=SimpleNamespace(profile_steps=(1, 2)),
+        checkpoint=SimpleNamespace(weights="trainable"),
     )
 
 

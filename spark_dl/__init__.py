@@ -43,8 +43,10 @@ if TYPE_CHECKING:
     from spark_dl.doctor.findings import Diagnosis, Finding
     from spark_dl.driver import TrainResult, evaluate, launch, run_on_dataframe, train
     from spark_dl.gather import gather_rows
+    from spark_dl.hooks import Hooks, StepInfo
     from spark_dl.launch.failures.errors import RankError
     from spark_dl.launch.session import build_session
+    from spark_dl.ledger import ledger, why
     from spark_dl.open_dataset import open_dataset
     from spark_dl.optimization import CombinedOptimizer, Optimization
     from spark_dl.parallel.ddp import DDP
@@ -79,6 +81,7 @@ _MODULES = {
     "Diagnosis": "spark_dl.doctor.findings",
     "Faults": "spark_dl.config",
     "Finding": "spark_dl.doctor.findings",
+    "Hooks": "spark_dl.hooks",
     "Horovod": "spark_dl.parallel.hvd",
     "Launch": "spark_dl.config",
     "LoadedCheckpoint": "spark_dl.rundir.own_checkpoints",
@@ -99,6 +102,7 @@ _MODULES = {
     "Shards": "spark_dl.config",
     "ShuffleReduce": "spark_dl.baselines.driver_loop.shuffle_reduce",
     "Single": "spark_dl.parallel.single",
+    "StepInfo": "spark_dl.hooks",
     "Strategy": "spark_dl.config.strategies",
     "Track": "spark_dl.config",
     "Train": "spark_dl.config",
@@ -118,6 +122,7 @@ _MODULES = {
     "group_rows": "spark_dl.data.write.groups",
     "import_object": "spark_dl.spec",
     "launch": "spark_dl.driver",
+    "ledger": "spark_dl.ledger",
     "load_config": "spark_dl.config.load",
     "load_model": "spark_dl.scoring.saved_model",
     "nn": "spark_dl.nn",
@@ -135,6 +140,7 @@ _MODULES = {
     "train": "spark_dl.driver",
     "tokenize": "spark_dl.data.write.tokens",
     "tune": "spark_dl.trials.tune",
+    "why": "spark_dl.ledger",
     "write_shards": "spark_dl.data.write.shards",
 }
 """The module of each public name. It is loaded when the name is used, so that a task imports what it runs alone."""
@@ -153,6 +159,7 @@ __all__ = [
     "Diagnosis",
     "Faults",
     "Finding",
+    "Hooks",
     "Horovod",
     "Launch",
     "LoadedCheckpoint",
@@ -173,6 +180,7 @@ __all__ = [
     "Shards",
     "ShuffleReduce",
     "Single",
+    "StepInfo",
     "Strategy",
     "Track",
     "Train",
@@ -192,6 +200,7 @@ __all__ = [
     "group_rows",
     "import_object",
     "launch",
+    "ledger",
     "load_config",
     "load_model",
     "nn",
@@ -209,6 +218,7 @@ __all__ = [
     "tokenize",
     "train",
     "tune",
+    "why",
     "write_shards",
 ]
 

@@ -65,8 +65,8 @@ def load_model(spec: ModelSpec, checkpoint_url: str, *, sha256: str | None = Non
         ValueError: For weights of another model, and for a damaged checkpoint, with the file and the cause.
     """
     model = spec.build()
-    weights = load_weights(checkpoint.open_checkpoint(checkpoint_url, sha256=sha256))
-    load_into(model, weights, f"the weights of {checkpoint_url}")
+    saved = checkpoint.open_checkpoint(checkpoint_url, sha256=sha256)
+    load_into(model, load_weights(saved), f"the weights of {checkpoint_url}", frozen=saved.frozen)
     return model.eval()
 
 

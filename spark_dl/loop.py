@@ -19,6 +19,7 @@ from spark_dl.data.load.row_names import name_rows
 from spark_dl.evaluate import evaluate_model
 from spark_dl.gather import gathering, sum_over_ranks
 from spark_dl.generators import generators_kept
+from spark_dl.hooks import HOOKS, StepInfo, build_hooks
 from spark_dl.launch.failures import rank_state
 from spark_dl.launch.failures.errors import OtherRankError
 from spark_dl.optimization import trained_by
@@ -39,7 +40,7 @@ from spark_dl.training.checks import (
 from spark_dl.training.finite import LOSS, NonFinite, NonFiniteSteps, NotFiniteError, StepCheck
 from spark_dl.training.optimizer_settings import RateSchedule, with_length
 from spark_dl.training.preemption import Preemption
-from spark_dl.training.state import RunState, Saved, TrainingProgress, seed_generators
+from spark_dl.training.state import Committed, RunState, Saved, TrainingProgress, seed_generators
 from spark_dl.training.step_times import StepLog, StepTimer, build_profile
 from spark_dl.world import World
 
@@ -120,6 +121,9 @@ class Training:
         preempted: Preemption | None = None,
     ):
         self.preempted = preempted or preemption.never(world)
+        self.hooks = build_hooks(run.spec)
+        if self.hooks is not None:
+            trainable = dataclasses.replace(trainable, extra_state={**trainable.extra_state, HOOKS: self.hooks})
         self.spec, self.config, self.world, self.trainable = run.spec, run.config, world, trainable
         self.loader, self.validation = loader, build_validation_loader(run, world)
         steps_per_epoch = steps_per_epoch or loader.plan.steps
@@ -259,6 +263,8 @@ class Training:
             return self._end_left_out(batch)
         self._set_position()
         self.trained.check(number)
+        if self.hooks is not None:
+            self.hooks.before_step(self._info())
         count = self._count(batch)
         before = ModuleState(trainable.modules[0]) if self.is_first_step else None
         with gathering(trainable.row_ranks, several=self.config.several_micro_batches()):
@@ -271,6 +277,8 @@ class Training:
         if finding is not None:
             return self._end_left_out(batch, finding)
         count = self._divided(count, noted)
+        if self.hooks is not None:
+            self.hooks.after_gradients(self._info(loss, count))
         if self.config.train.clip_grad_norm is not None:
             trainable.clip_grad_norm(self.config.train.clip_grad_norm)
         with self.schedule.warm(progress.global_step) as self.steps.lr:
@@ -287,7 +295,16 @@ class Training:
         self.steps.add(loss if count is batch.rows else loss * (batch.rows / count), batch.rows)
         if self.step_check is not None:
             self.step_check.end_step(progress.global_step, loss)
+        if self.hooks is not None:
+            self.hooks.after_step(self._info(loss, count))
         self.timer.end_step()
+
+    def _info(self, loss: torch.Tensor | None = None, count: Count | None = None) -> StepInfo:
+        """Returns what a hook gets. loss: sum of the losses of this rank."""
+        return StepInfo(
+            self.trainable.modules[0], self.trainable.optimizer, self.progress.position, self.config.train.seed,
+            self.world.rank, self.world.world_size, None if loss is None else loss.detach(), count,
+        )  # fmt: skip
 
     def _count(self, batch: StepBatches) -> Count:
         """Returns what the mean loss of a step is over. Collective if that is not the rows of the global batch."""
@@ -442,6 +459,8 @@ class Training:
                 forward=self.trainable.forward, counts=self.trainable.counts,
             )  # fmt: skip
         progress.validated_step = progress.global_step
+        if self.hooks is not None:
+            self.hooks.after_validation(self._info(), progress.metrics)
         return progress.metrics
 
     def _set_position(self, *, is_validation: bool = False) -> None:
@@ -496,5 +515,8 @@ class Training:
 
     def _log_saved(self, found: Saved | None) -> None:
         """Writes a log line for a checkpoint."""
-        if found is not None:
-            self.log.write(found.kind, steps=self.total_steps, **found.as_fields())
+        if found is None:
+            return
+        self.log.write(found.kind, steps=self.total_steps, **found.as_fields())
+        if self.hooks is not None and isinstance(found, Committed):
+            self.hooks.after_checkpoint(self._info(), found.url)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 from spark_dl.config.checks import suggestion
 from spark_dl.config.data import Assembled
 from spark_dl.gather import gather_rows
+from spark_dl.hooks import Hooks
 from spark_dl.optimization import Optimization
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class NumberedBatch(dict[str, Tensor]):
 
 FUNCTIONS = (
     "build", "forward", "predict", "transform", "augment", "optimizer", "batch_loss", "embed", "global_loss", "count",
-    "evaluation", "set_position",
+    "evaluation", "set_position", "hooks",
 )  # fmt: skip
 """The fields of a `ModelSpec` that are functions, beside the loss and the metrics."""
 Output = Tensor | Mapping[str, Tensor] | Sequence[Tensor]
@@ -168,6 +169,8 @@ class ModelSpec:
         experts: names or patterns of the `spark_dl.nn.MoE` layers whose experts `parallel.experts` divides among ranks,
             such as `["layers.*.moe"]`. The default is all of them.
         set_position: called with the model and a `Position` before every step and before every validation.
+        hooks: a class derived from `Hooks`, or a function that returns one of its objects; called without arguments on
+            every rank. The run calls its methods around steps, validations and checkpoints, which have its state.
 
     Example:
         >>> spec = spark_dl.ModelSpec(build=lambda: torch.nn.Linear(2, 2), loss="CrossEntropyLoss")
@@ -187,6 +190,7 @@ class ModelSpec:
     count: Callable[[Batch], Tensor | float] | None = None
     evaluation: Callable[[nn.Module], Evaluation] | None = None
     set_position: Callable[[nn.Module, Position], None] | None = None
+    hooks: Callable[[], Hooks] | None = None
     layers: Sequence[str] | None = None
     tensor_plan: Mapping[str, str] | None = None
     experts: Sequence[str] | None = None

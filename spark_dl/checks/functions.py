@@ -59,6 +59,9 @@ CONFLICTS = (
     FunctionConflict("parallel.strategy", lambda s, c: s.set_position is not None and c.parallel.servers > 0,
                      "expected a strategy without servers with spec.set_position, found {c.parallel.strategy!r}, whose "
                      "ranks have no common step; set ddp"),
+    FunctionConflict("parallel.strategy", lambda s, c: s.hooks is not None and c.parallel.servers > 0,
+                     "expected a strategy without servers with spec.hooks, found {c.parallel.strategy!r}, whose ranks "
+                     "have no common step; set ddp"),
     FunctionConflict("parallel.strategy", lambda s, c: s.batch_loss is not None and c.parallel.all_gpus,
                      "expected one process for each GPU with spec.batch_loss, found {c.parallel.strategy!r}, which "
                      "splits batches inside the forward pass; set ddp"),

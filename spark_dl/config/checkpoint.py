@@ -7,6 +7,7 @@ from spark_dl.config.checks import check, check_bool, check_choices, check_numbe
 from spark_dl.config.fields import named_settings, of_caller
 
 OnError = Literal["raise", "warn"]
+Weights = Literal["all", "trainable"]
 
 
 @named_settings
@@ -29,6 +30,10 @@ class Checkpoint:
     """Number of further checkpoints to keep: those of steps with a validation, which the ends of epochs and
     `train.validate_every_steps` have, with the best value of `train.early_stop_metric`, or of the validation loss
     without one. `train.early_stop_mode` says what is better. Null is 1 with validation rows, and 0 without."""
+    weights: Weights = "all"
+    """Which weights a checkpoint has. `trainable` leaves out those that are frozen (`requires_grad=False`) and are as
+    `spec.build` has made them, such as those of a pretrained model under LoRA: whoever loads the checkpoint builds the
+    model first, and a checksum of each of them is compared. Buffers are always saved."""
     asynchronous: bool = False
     """Write checkpoints while training goes on. Training pauses only while the state is copied. The copy needs host
     memory equal to the size of the state. A checkpoint begins only when the one before is written. If writing that one

@@ -169,6 +169,13 @@ CONFLICTS = (
     Conflict("train.ema_decay", lambda c: _served(c) and c.train.ema_decay is not None,
              "expected null with parallel.strategy={c.parallel.strategy!r}, whose ranks have no common step, found "
              "{c.train.ema_decay}; use ddp"),
+    Conflict("checkpoint.weights", lambda c: c.checkpoint.weights == "trainable" and _served(c),
+             "expected 'all' with parallel.strategy={c.parallel.strategy!r}, whose servers have blocks of the weights; "
+             "use ddp"),
+    Conflict("checkpoint.weights",
+             lambda c: c.checkpoint.weights == "trainable" and c.train.init_from is not None,
+             "expected 'all' with train.init_from, as the frozen weights are then not those of spec.build; load them "
+             "in spec.build instead"),
     # NaN, Inf and replicas
     Conflict("train.on_nonfinite", lambda c: _served(c) and c.train.on_nonfinite != "raise",
              "expected 'raise' with parallel.strategy={c.parallel.strategy!r}, where other servers may have applied "

@@ -11,6 +11,7 @@ Files contain tensors and plain data, and are read with `weights_only=True`. Dam
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import os
@@ -85,6 +86,11 @@ class Saved:
     def branch(self) -> list[tuple[int, int]]:
         """Earlier attempts that it goes on from: [generation, step of their last checkpoint that counts], in order."""
         return [(int(generation), int(step)) for generation, step in self.manifest.get("branch", [])]
+
+    @property
+    def frozen(self) -> Mapping[str, str]:
+        """Checksums of the frozen weights that it leaves out, by name (`checkpoint.weights`)."""
+        return dict(self.manifest.get("frozen", {}))
 
     def is_before(self, other: Saved) -> bool:
         """Whether another checkpoint goes on from this one, or is it: a resume from an earlier one leaves the rest."""
@@ -375,7 +381,8 @@ def check_same_settings(saved: Saved, config: Config) -> None:
 def load_weights(saved: Saved) -> dict[str, Tensor]:
     """Returns the weights and buffers of a checkpoint by name, whole, on the CPU. Called on any side.
 
-    With `train.ema_decay`, the weights are their average. A resumed run goes on with the weights themselves.
+    With `train.ema_decay`, the weights are their average. A resumed run goes on with the weights themselves. Without
+    those of `Saved.frozen`, which a model has as it is built.
 
     Raises DamagedError for a damaged file.
     """
@@ -392,15 +399,40 @@ def shapes_of(saved: Saved) -> dict[str, list[int]]:
     return dict(saved.manifest.get("shapes", {}))
 
 
-def load_into(model: nn.Module, weights: Mapping[str, Any], what: str, *, same_dtypes: bool = False) -> None:
+def checksum(value: Tensor) -> str:
+    """Returns a checksum of a tensor: of its dtype, its shape and its bytes."""
+    content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(f"{value.dtype} {list(value.shape)} ".encode() + content.tobytes()).hexdigest()
+
+
+def frozen_checksums(model: nn.Module) -> dict[str, str]:
+    """Returns a checksum of each weight that is not trained, by name."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {plain_name(name): checksum(parameter) for name, parameter in named if not parameter.requires_grad}
+
+
+def load_into(
+    model: nn.Module, weights: Mapping[str, Any], what: str, *, same_dtypes: bool = False,
+    frozen: Mapping[str, str] | None = None,
+) -> None:  # fmt: skip
     """Loads weights and buffers into a model. what: begins errors, such as "the weights of <URL>".
 
     Names are compared without those that `torch.compile` adds.
     Raises ValueError unless names and shapes are the same (and dtypes, with `same_dtypes`), and if the model has one
     tensor for weights that differ, as an embedding that is tied now and was not.
+
+    Args:
+        frozen: `Saved.frozen` of the checkpoint. The model must have these weights already.
     """
     of_model = model.state_dict(keep_vars=True)
     tensors = {plain_name(name): value for name, value in weights.items()}
+    own = {plain_name(name): value for name, value in of_model.items()}
+    if changed := [name for name, sha in (frozen or {}).items() if name in own and checksum(own[name]) != sha]:
+        raise ValueError(
+            f"{what} do not have the frozen weights (checkpoint.weights: trainable), and spec.build makes other ones "
+            f"than in the training: {_list(changed)}; load the same pretrained weights in spec.build"
+        )
+    tensors |= {name: own[name] for name in frozen or {} if name in own and name not in tensors}
     renamed: Any = type(weights)() if isinstance(weights, dict) else {}
     renamed.update({name: tensors.pop(plain_name(name)) for name in of_model if plain_name(name) in tensors} | tensors)
     if (about := getattr(weights, "_metadata", None)) is not None:

@@ -186,6 +186,8 @@ class About:
     """The value for `keep_best`."""
     branch: Sequence[Sequence[int]] = ()
     """`Saved.branch`."""
+    frozen: Mapping[str, str] | None = None
+    """`Saved.frozen`. On rank 0 only."""
 
     def to_manifest(self, files: Mapping[str, Any], tensors: Sequence[Any]) -> dict[str, Any]:
         """Returns the manifest.
@@ -208,6 +210,7 @@ class About:
             **({} if score is None else {"score_of": {"metric": score.metric, "mode": score.mode, "rows": score.rows}}),
             "branch": [list(pair) for pair in self.branch],
             **({"shapes": dict(self.shapes)} if self.shapes and is_whole else {}),
+            **({"frozen": dict(self.frozen)} if self.frozen else {}),
             **({"optimizer": dict(self.classes)} if self.classes else {}),
             **({"code": dict(self.code)} if self.code else {}),
             **checkpoint_files.merge(tensors),

@@ -16,11 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import yaml
 
 from spark_dl import storage
 from spark_dl._version import __version__
 from spark_dl.data.load.mixture import Mixture
+from spark_dl.data.load.resume_check import dataset_digest
 from spark_dl.rundir import checkpoint
 from spark_dl.rundir.checkpoint_files import parse_name
 from spark_dl.rundir.metrics import read_metrics
@@ -32,6 +34,7 @@ from spark_dl.track.events import Background, Event, as_key, as_value, flatten, 
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import DatasetInput
 
 _PROBE_S = 5.0
 """How long a server may take to answer before it counts as down."""
@@ -39,6 +42,7 @@ _PROBE_S = 5.0
 _log = logging.getLogger("spark_dl")
 
 _LONGEST_KEY, _LONGEST_VALUE = 250, 500
+_LONGEST_NAME, _DIGEST = 500, 36
 _PARAMS_AT_ONCE, _METRICS_AT_ONCE = 100, 1000
 
 
@@ -328,6 +332,38 @@ def _log_start(logged: MlflowRun, run: Run) -> None:
     for start in range(0, len(new), _PARAMS_AT_ONCE):
         client.log_batch(run_id, params=new[start : start + _PARAMS_AT_ONCE], synchronous=True)
     client.log_text(run_id, yaml.safe_dump(run.config.to_dict(), sort_keys=False), CONFIG)
+    if inputs := list(_inputs(run)):
+        client.log_inputs(run_id, datasets=inputs)
+
+
+def _inputs(run: Run) -> Iterator[DatasetInput]:
+    """Yields the datasets of a run: the URL, a digest of the rows and their files, the columns, and the rows."""
+    from mlflow.data.schema import TensorDatasetSchema
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+    from mlflow.types import Schema, TensorSpec
+
+    for context, given in (("training", run.train), ("validation", run.validation)):
+        datasets = dict(given.datasets) if isinstance(given, Mixture) else {"": given}
+        for name, dataset in datasets.items():
+            if dataset is None or not dataset.shards:  # the ranks write the rows to their disks
+                continue
+            specs = {
+                column.name: TensorSpec(np.dtype(column.dtype), (-1, *(n or -1 for n in column.shape)), column.name)
+                for column in dataset.select(run.config.data.columns)
+            }
+            of_features = [specs[feature] for feature in run.config.data.features]
+            others = [spec for column, spec in specs.items() if column not in run.config.data.features]
+            schema = TensorDatasetSchema(Schema(of_features), Schema(others) if others else None)
+            url = without_secrets(dataset.url)
+            about = Dataset(
+                as_value(name or storage.name(dataset.url), _LONGEST_NAME),
+                str(dataset_digest(dataset)["sha256"])[:_DIGEST],
+                source_type=storage.scheme(dataset.url) or "local",
+                source=json.dumps({"uri": url}),
+                schema=json.dumps(schema.to_dict()),
+                profile=json.dumps({"num_rows": dataset.rows, "num_shards": dataset.num_shards}),
+            )
+            yield DatasetInput(about, [InputTag("mlflow.data.context", context)])
 
 
 def _params(run: Run) -> dict[str, str]:

@@ -48,7 +48,8 @@ class InitialWeights:
         saved = checkpoint.open_checkpoint(self.url, sha256=self.sha256)
         if isinstance(model, nn.Module):  # another type is reported by the caller
             try:
-                load_into(model, load_weights(saved), f"the weights of {self.url}", same_dtypes=True)
+                what = f"the weights of {self.url}"
+                load_into(model, load_weights(saved), what, same_dtypes=True, frozen=saved.frozen)
             except ValueError as error:
                 raise ValueError(
                     f"train.init_from: {error}; build the same model, or leave out train.init_from and load the parts "

@@ -26,11 +26,12 @@ from spark_dl.config import Train
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.load.resume_check import VALIDATION, dataset_digest
 from spark_dl.gather import StoreGather, gather_json
+from spark_dl.hooks import HOOKS
 from spark_dl.optimization import class_name
 from spark_dl.parallel.modules import plain_name
 from spark_dl.parallel.trainable import Trainable, lr_factor
 from spark_dl.rundir import checkpoint, saving, signing
-from spark_dl.rundir.checkpoint import load_into
+from spark_dl.rundir.checkpoint import frozen_checksums, load_into
 from spark_dl.rundir.checkpoint_files import AVERAGE, TensorFiles, plain_state
 from spark_dl.spec import Position, Run
 from spark_dl.training import row_metrics
@@ -246,6 +247,8 @@ class RunState:
         decay = run.config.train.ema_decay
         self.average = None if decay is None else WeightAverage(trainable.modules[0], decay)
         """The average of the weights; None without `train.ema_decay`."""
+        leaves_out = run.config.checkpoint.weights == "trainable" and world.rank == 0
+        self._as_built = frozen_checksums(trainable.modules[0]) if leaves_out else {}
         if run.checkpoint is not None:
             self._restore(checkpoint.open_checkpoint(run.checkpoint, sha256=run.checkpoint_sha256))
         self._check = StateCheck(trainable.modules, self.saved_url)
@@ -308,8 +311,9 @@ class RunState:
         training, of_rank = {**state["training"], "progress": dataclasses.asdict(self.progress)}, state["rank"]
         if parts is not None:
             del training["optimizer"]
+        model, frozen = self._without_frozen(state["model"])
         contents = saving.contents(
-            world.rank, model=state["model"] if parts is None else None, training=training, tensors=parts,
+            world.rank, model=model if parts is None else None, training=training, tensors=parts,
             of_rank=of_rank, settings=None if parts is None else training["settings"],
         )  # fmt: skip
         rows = {**self._dataset, "step_of_epoch": self.progress.step, VALIDATION: self._validation}
@@ -318,6 +322,7 @@ class RunState:
             config=config, columns=self._columns, rows=rows,
             code=self._run.code, shapes=_shapes_of(state["model"]["0"]),
             classes=classes_of(self._trainable.optimizer, self._schedule), score=self._score(), branch=self._branch,
+            frozen=frozen,
         )  # fmt: skip
         write = functools.partial(
             saving.save, self._run.run_dir, about=about,
@@ -340,6 +345,18 @@ class RunState:
         self._background.start(functools.partial(write, copy))
         self._begun = self._committed("", time.perf_counter() - start)
         return None
+
+    def _without_frozen(self, model: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+        """Returns the weights to save, and the checksums of those that are left out: frozen, and as they were built."""
+        if not self._as_built:
+            return model, {}
+        now = frozen_checksums(self._trainable.modules[0])
+        frozen = {name: sha for name, sha in now.items() if self._as_built.get(name) == sha}
+        left = {
+            part: {name: v for name, v in of_part.items() if part not in ("0", AVERAGE) or name not in frozen}
+            for part, of_part in model.items()
+        }
+        return left, frozen
 
     def committed(self, *, wait: bool) -> Saved | None:
         """Returns the checkpoint that was written in the background, once, when it is committed. Raises its error.
@@ -416,7 +433,8 @@ class RunState:
         else:
             weights = checkpoint.load(saved, "model.pt")
             for i, module in enumerate(trainable.modules):
-                load_into(module, weights[str(i)], f"cannot resume: the weights of {saved.url}")
+                what = f"cannot resume: the weights of {saved.url}"
+                load_into(module, weights[str(i)], what, frozen=saved.frozen if i == 0 else None)
             if self.average is not None:
                 self.average.load_state_dict(weights.get(AVERAGE))
             built = trainable.optimizer.state_dict()
@@ -424,7 +442,8 @@ class RunState:
             trainable.optimizer.load_state_dict(built)
         self._settings.load_state_dict(of_ranks, tells=world.rank == 0)
         for name, part in trainable.extra_state.items():
-            part.load_state_dict(state["extra"][name])
+            if name in state["extra"] or name != HOOKS:  # a run may go on with hooks that it had not
+                part.load_state_dict(state["extra"][name])
         if trainable.rank_state:
             of_rank = saving.load_rank_state(saved, world.rank, world.world_size, trainable.saved_rank)
             for name, part in trainable.rank_state.items():

@@ -168,7 +168,8 @@ ORDER = (
 
 RETURNED = {
     "Checkpoints", "Diagnosis", "Finding", "LoadedCheckpoint", "MeshPlans", "RankRows", "Removed", "SettingError",
-    "ShardSet", "TorchClassificationModel", "TorchModel", "TorchRegressionModel", "TrialResult", "TuneResult", "World",
+    "ShardSet", "StepInfo", "TorchClassificationModel", "TorchModel", "TorchRegressionModel", "TrialResult",
+    "TuneResult", "World",
 }  # fmt: skip
 """Names of what functions return or raise: the examples of these functions show them."""
 BASES = {"Parallel", "Strategy"}

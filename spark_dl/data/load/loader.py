@@ -20,11 +20,11 @@ from spark_dl.data.columns.batch import WEIGHT_BYTES, BatchBuilder, Prepare, Ste
 from spark_dl.data.columns.ragged import Array
 from spark_dl.data.dataset.memory import check_memory, decoding_bytes, memory_setting, share_mib
 from spark_dl.data.dataset.records import ShardSet
-from spark_dl.data.load.row_names import describe_rows, rows_of_steps
+from spark_dl.data.load.row_names import describe_rows, kept_places, rows_of_steps
 from spark_dl.data.load.window_reader import Arena, ReadSchedule, WindowReader
 from spark_dl.data.parquet.buffers import PrefetchBudget
 from spark_dl.data.plan import Ints, Plan, Split, check_held_out, order_by_length, streams_of_rank
-from spark_dl.data.read.rows import HELD_ROW_GROUPS, Limits
+from spark_dl.data.read.rows import HELD_ROW_GROUPS, Limits, Rows
 from spark_dl.data.read.sequences import build_rows
 
 READY_SHARE = 4
@@ -209,6 +209,11 @@ class ShardLoader:
         """Yields the steps of an epoch, from `start_step` on. Prefetching stops when the iterator is closed."""
         room = PrefetchBudget(self._memory.ready_bytes)
         return read_ahead(self._batches(epoch, start_step, room), self._memory.bundles_ahead, room)
+
+    def of_dataset(self, places: Ints) -> Ints:
+        """Returns the places of rows of the plan in the row groups. # places, returns: (rows, 2): row group, row"""
+        assert isinstance(self._rows, Rows)
+        return kept_places(self._rows, places)
 
     def name_rows(self, epoch: int, step: int) -> str:
         """Names the rows of this rank in a step, for messages; all that it is sorted by length with, if it is."""

@@ -126,8 +126,11 @@ class MixedPlan:
 
     def place(self, plan: Plan, epoch: int, step: int) -> tuple[int, int]:
         """Returns how often a plan's dataset has been read before a step of the mixture, and its own step there."""
-        per_epoch = self.steps if self.epoch_steps else -(-self.steps // plan.steps) * plan.steps
-        return divmod(epoch * per_epoch + step, plan.steps)
+        return divmod(epoch * self.per_epoch(plan) + step, plan.steps)
+
+    def per_epoch(self, plan: Plan) -> int:
+        """Returns how many steps of a plan's dataset are between the starts of two epochs."""
+        return self.steps if self.epoch_steps else -(-self.steps // plan.steps) * plan.steps
 
 
 class MixedLoader:

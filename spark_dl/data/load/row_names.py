@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from spark_dl.data.dataset.records import ShardSet
-from spark_dl.data.plan import Ints, Plan, windows_from
+from spark_dl.data.plan import Ints, Plan, Stream, windows_from
 from spark_dl.data.read.rows import Rows
 from spark_dl.data.read.sequences import SequenceRows
 
@@ -37,20 +37,35 @@ def rows_of_steps(plan: Plan, streams: range, epoch: int, step: int, end: int) -
 
     # (rows, 2): row group, row
     """
-    first = step * plan.stream_batch
+    first, stop = step * plan.stream_batch, end * plan.stream_batch
+    parts = [places_of_stream(stream, first, min(stop, stream.rows)) for stream in plan.streams(epoch, streams)]
+    found: Ints = np.unique(np.concatenate(parts), axis=0)
+    return found
+
+
+def places_of_stream(stream: Stream, first: int, stop: int) -> Ints:
+    """Returns the rows of a stream from one position to another, in the order of use. # (rows, 2): row group, row"""
     parts = [np.empty((0, 2), np.int64)]
-    for stream in plan.streams(epoch, streams):
-        stop = min(end * plan.stream_batch, stream.rows)
-        for window, skip in windows_from(stream, first):
-            if window.first >= stop:
-                break
-            places = window.order()[skip : stop - window.first]
-            segments = window.segments
-            ends = np.cumsum([segment.rows for segment in segments])
-            starts = np.array([(s.row_group, s.stop - end) for s, end in zip(segments, ends.tolist(), strict=True)])
-            group, offset = starts[np.searchsorted(ends, places, side="right")].T
-            parts.append(np.stack([group, places + offset], axis=1))
-    return np.unique(np.concatenate(parts), axis=0)
+    for window, skip in windows_from(stream, first):
+        if window.first >= stop:
+            break
+        places = window.order()[skip : stop - window.first]
+        segments = window.segments
+        ends = np.cumsum([segment.rows for segment in segments])
+        starts = np.array([(s.row_group, s.stop - end) for s, end in zip(segments, ends.tolist(), strict=True)])
+        group, offset = starts[np.searchsorted(ends, places, side="right")].T
+        parts.append(np.stack([group, places + offset], axis=1))
+    return np.concatenate(parts)
+
+
+def kept_places(rows: Rows, places: Ints) -> Ints:
+    """Returns the places of rows of a split among all rows that pass. # places, returns: (rows, 2): row group, row"""
+    found: Ints = places.copy()
+    for number in np.unique(found[:, 0]).tolist():
+        if (kept := rows.kept_rows(number)) is not None:
+            of_group = found[:, 0] == number
+            found[of_group, 1] = kept[found[of_group, 1]]
+    return found
 
 
 def describe_rows(shards: ShardSet, rows: Rows | SequenceRows, found: Ints) -> str:
@@ -58,11 +73,7 @@ def describe_rows(shards: ShardSet, rows: Rows | SequenceRows, found: Ints) -> s
     if isinstance(rows, SequenceRows):
         found, what = rows.first_rows(found), "the sequences from "
     else:
-        found, what = found.copy(), ""
-        for number in np.unique(found[:, 0]).tolist():
-            if (kept := rows.kept_rows(number)) is not None:
-                of_dataset = found[:, 0] == number
-                found[of_dataset, 1] = kept[found[of_dataset, 1]]
+        found, what = kept_places(rows, found), ""
     if not len(found):
         return "none but padding"
     groups = np.unique(found[:, 0]).tolist()

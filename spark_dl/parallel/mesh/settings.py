@@ -60,6 +60,8 @@ EXCLUDES = (
     Conflict("train.ema_decay", lambda c: c.train.ema_decay is not None,
              "expected null with parallel.strategy='mesh', whose ranks can have parts of the weights, found "
              "{c.train.ema_decay}; use ddp"),
+    Conflict("checkpoint.weights", lambda c: c.checkpoint.weights == "trainable",
+             "expected 'all' with parallel.strategy='mesh', whose ranks write their parts of the weights; use ddp"),
     Conflict("train.random_by",
              lambda c: c.train.random_by == "row" and (_mesh(c).pipeline > 1 or _mesh(c).tensor > 1),
              "expected 'rank' with parallel.pipeline or parallel.tensor above 1, whose ranks have parts of the "

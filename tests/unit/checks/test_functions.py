@@ -24,6 +24,7 @@ CASES = [
     ("parallel.strategy", OPTIMIZER, {"parallel": ParameterServer(), "num_ranks": 2}),
     ("parallel.strategy", OPTIMIZER, {"parallel": parallel("horovod")}),
     ("parallel.strategy", {"set_position": nothing}, {"parallel": ParameterServer(), "num_ranks": 2}),
+    ("parallel.strategy", {"hooks": nothing}, {"parallel": ParameterServer(), "num_ranks": 2}),
     ("parallel.strategy", BATCH_LOSS, {"parallel": parallel("dp_single_process")}),
     ("data.weight", BATCH_LOSS, {"weight": "w"}),
     ("train.compile", BATCH_LOSS, {"compile": True}),

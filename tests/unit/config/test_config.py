@@ -265,6 +265,7 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
     (Launch, "launch.independent_ranks", [0, 1, "true", None]),
     (Checkpoint, "checkpoint.every_steps", [-1, 2.0, True, None]),
     (Checkpoint, "checkpoint.every_epochs", [0, -1, 2.0, None]),
+    (Checkpoint, "checkpoint.weights", ["none", "", None, True]),
     (Checkpoint, "checkpoint.keep", [0, -1, 2.0, None]),
     (Checkpoint, "checkpoint.keep_best", [-1, 2.0]),
     (Checkpoint, "checkpoint.strict", ["yes", 1, None]),

@@ -10,6 +10,7 @@ import pytest
 from spark_dl import (
     DDP,
     Auto,
+    Checkpoint,
     Config,
     DPSingleProcess,
     Horovod,
@@ -70,6 +71,8 @@ EXCLUSIVE = [  # the key that the error names, and settings of which each is val
     ("train.optimizer", SERVED, {"optimizer": "Adafactor"}),
     ("train.clip_grad_norm", TWO_SERVERS, {"clip_grad_norm": 1.0}),
     ("train.ema_decay", {"ema_decay": 0.9}, SERVED),
+    ("checkpoint.weights", {"checkpoint": Checkpoint(weights="trainable")}, SERVED),
+    ("checkpoint.weights", {"checkpoint": Checkpoint(weights="trainable")}, {"init_from": "runs/1"}),
     ("train.param_groups", {"param_groups": ({"match": "bias"},)}, SERVED),
     ("train.param_groups", {"param_groups": ({"match": "bias", "optimizer": "AdamW"},)}, {"parallel": Horovod()}),
     *(("train.on_nonfinite", SERVED, {"on_nonfinite": policy}) for policy in ("skip", "rollback")),
@@ -275,6 +278,14 @@ def test_a_metric_of_a_column_that_is_not_read_is_an_error_with_the_nearest_name
     with pytest.raises(ValueError, match=r"train.metrics.accuracy.label: no column 'kid' is read.*'kind'.*data.labels"):
         make_config(metrics=metrics, labels=("kind",))
     assert make_config(metrics=metrics, labels=("kid",), label=None).train.metrics == metrics
+
+
+@pytest.mark.parametrize("parallel", [Mesh(), Auto()], ids=lambda each: each.strategy)
+def test_checkpoints_without_frozen_weights_need_whole_weights(parallel):
+    small = Checkpoint(weights="trainable")
+    make_config(checkpoint=small)
+    with pytest.raises(ValueError, match=r"^checkpoint\.weights: expected 'all' with parallel\.strategy="):
+        make_config(checkpoint=small, parallel=parallel)
 
 
 def test_groups_of_parameters_need_one_model_with_all_of_them():

@@ -18,6 +18,7 @@ from torch import nn
 
 from spark_dl import ModelSpec, Track, storage, worker
 from spark_dl.data.columns.schema import Column
+from spark_dl.data.load.resume_check import dataset_digest
 from spark_dl.evaluate import load_model
 from spark_dl.rundir import checkpoint
 from spark_dl.storage.credentials import without_secrets
@@ -79,6 +80,28 @@ def found_run(run, uri):
 
 def history(client, run_id, key):
     return [(m.step, m.value) for m in client.get_metric_history(run_id, key)]
+
+
+@pytest.mark.slow
+def test_a_run_has_its_datasets_as_inputs_once(tmp_path, uri):
+    config = config_with(uri, train={"epochs": 1, "validation_fraction": 0.0})
+    validation = make_run(tmp_path, config, rows=96).train
+    run = make_run(tmp_path, config, validation=validation)
+    train(run)
+    resumed(run, dataclasses.replace(config, train=dataclasses.replace(config.train, epochs=2)))
+    inputs = found_run(run, uri)[0].inputs.dataset_inputs
+    found = {each.tags[0].value: each.dataset for each in inputs}
+    assert len(inputs) == len(found) == 2
+    for context, shards in (("training", run.train), ("validation", validation)):
+        dataset = found[context]
+        assert (dataset.name, dataset.source_type) == (f"data-{shards.rows}", "local")
+        assert json.loads(dataset.source) == {"uri": shards.url}
+        assert json.loads(dataset.profile) == {"num_rows": shards.rows, "num_shards": shards.num_shards}
+        assert dataset_digest(shards)["sha256"].startswith(dataset.digest)
+        specs = json.loads(dataset.schema)["mlflow_tensorspec"]
+        (features,), (label,) = (json.loads(specs[name]) for name in ("features", "targets"))
+        assert (features["name"], features["tensor-spec"]) == ("features", {"dtype": "float32", "shape": [-1, 4]})
+        assert (label["name"], label["tensor-spec"]) == ("label", {"dtype": "int64", "shape": [-1]})
 
 
 @pytest.mark.slow

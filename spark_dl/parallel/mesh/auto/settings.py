@@ -48,6 +48,7 @@ EXCLUDES = (
     Conflict("train.ema_decay", lambda c: c.train.ema_decay is not None,
              "expected null with parallel.strategy='auto', whose plans can cut the weights, found {c.train.ema_decay}; "
              "use ddp"),
+    _conflict("checkpoint.weights", "trainable", "'all'"),
     _conflict("train.precision", "fp16", "float32 or bf16"),
     _conflict("train.compile", True, "false"),
     _conflict("train.channels_last", True, "false"),

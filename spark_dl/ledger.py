@@ -208,6 +208,7 @@ def _open(run_dir: str | os.PathLike[str]) -> _Run:
     for key, is_set, why in (
         ("sequences", config.sequences is not None, "whose samples are of several rows"),
         ("shards.storage", config.shards.storage == "local", "whose rows are gone with the disks of the ranks"),
+        ("data.sampling_weight", config.data.sampling_weight is not None, "whose draws depend on the weights of rows"),
         ("loader.group_by_length", config.loader.group_by_length, "with which steps depend on the lengths of rows"),
     ):
         if is_set:

@@ -26,6 +26,7 @@ from spark_dl.data.columns.batch import check_assembled
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.manifest import delete_dataset
 from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.load.draws import weigh_groups
 from spark_dl.data.load.mixture import Mixture, dataset_configs
 from spark_dl.data.load.resume_check import check_rows, for_ranks
 from spark_dl.data.write.vocabulary import NO_ROWS
@@ -89,10 +90,11 @@ def prepare_run(
             if config.shards.storage == "shared":  # with local storage the ranks check this
                 check_rows(train, config, saved.manifest if saved else None)
                 warn_of_few_rows(train.rows, config)
-            reference_columns = train.columns and train.select(config.data.columns)  # unknown yet with local storage
-            validation_shards = (
-                None if validation is None else datasets.to_shards(validation, "validation", reference_columns)
-            )
+            each_row = config.without_sampling()
+            reference_columns = train.columns and train.select(each_row.data.columns)  # unknown yet with local storage
+            validation_shards = None
+            if validation is not None:
+                validation_shards = datasets.to_shards(validation, "validation", reference_columns, each_row)
             run = Run(
                 spec=cast("ModelSpec", spec),
                 config=config,
@@ -168,7 +170,7 @@ def prepare_evaluation(
 ) -> Iterator[Run]:
     """Yields a run that evaluates a checkpoint. Shards of a DataFrame are deleted at the end of the block."""
     with contextlib.ExitStack() as until_done:
-        folder = _own_folder(run_dir, saved)
+        folder, config = _own_folder(run_dir, saved), config.without_sampling()
         if not isinstance(data, (str, ShardSet)) and not folder:
             folder, config = _private_place(spark, config, saved, until_done)
         check_storage(config, data)
@@ -255,7 +257,7 @@ class _Datasets:
     def to_train_on(self, data: Any, reference_columns: Sequence[Column]) -> ShardSet | Mixture:
         """Returns the dataset to train on, or the mixture of several datasets."""
         if not isinstance(data, Mapping):
-            return self.to_shards(data, "train", reference_columns)
+            return weigh_groups(self.to_shards(data, "train", reference_columns), self.config)
         datasets: dict[str, ShardSet] = {}
         for name, dataset_config in dataset_configs(self.config).items():
             if datasets:

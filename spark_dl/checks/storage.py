@@ -167,7 +167,7 @@ def _failure(
     spec: ModelSpec, model: nn.Module, columns: Sequence[Column], config: Config, casts: Mapping[str, str]
 ) -> Exception | None:
     """Returns the error about dtypes of a step with two rows of zeros; None if there is none."""
-    read = [c for c in cast_columns(columns, {**config.data.cast, **casts}) if c.name != config.data.weight]
+    read = [c for c in cast_columns(columns, {**config.data.cast, **casts}) if c.name not in config.data.not_in_batch]
     if config.sequences is not None:
         read = [dataclasses.replace(c, shape=(config.sequences.length, *c.shape)) for c in read]
     batch = build_batch(read, [two_rows_of_zeros(c) for c in read], config.loader.ragged)
@@ -215,7 +215,7 @@ def check_transform(spec: ModelSpec, columns: Sequence[Column], config: Config) 
     """
     if spec.transform is None:
         return
-    read = [c for c in cast_columns(columns, config.data.cast) if c.name != config.data.weight]
+    read = [c for c in cast_columns(columns, config.data.cast) if c.name not in config.data.not_in_batch]
     if config.sequences is not None:
         read = [dataclasses.replace(c, shape=(config.sequences.length, *c.shape)) for c in read]
     batch = build_batch(read, [two_rows_of_zeros(c) for c in read], config.loader.ragged)

@@ -73,6 +73,13 @@ class Config:
         """Columns that a dataset must have: those that are read, and those that `sequences` uses."""
         return tuple(dict.fromkeys((*self.data.columns, *(self.sequences.columns if self.sequences else ()))))
 
+    def without_sampling(self) -> "Config":
+        """Returns the settings for rows that are all read once, such as those of an evaluation."""
+        if self.data.sampling_weight is None:
+            return self
+        data = dataclasses.replace(self.data, sampling_weight=None)
+        return dataclasses.replace(self, data=data, loader=dataclasses.replace(self.loader, epoch_size=None))
+
     def several_micro_batches(self, *, evaluates: bool = False) -> str:
         """Returns the setting by which a rank has several micro-batches in a step, with its value; empty if it has one.
 

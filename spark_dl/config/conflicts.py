@@ -74,6 +74,14 @@ def _replaces_weights(c: Config) -> bool:
 
 
 CONFLICTS = (
+    Conflict("data.sampling_weight", lambda c: c.data.sampling_weight is not None and bool(c.loader.proportions),
+             "expected null with several datasets, whose rows are drawn by loader.proportions, found "
+             "{c.data.sampling_weight!r}"),
+    Conflict("data.sampling_weight", lambda c: c.data.sampling_weight is not None and c.sequences is not None,
+             "expected null with sequences, whose samples overlap, found {c.data.sampling_weight!r}"),
+    Conflict("data.sampling_weight", lambda c: c.data.sampling_weight is not None and _local(c),
+             "expected null with shards.storage 'local', whose ranks know the weights of their own rows only, found "
+             "{c.data.sampling_weight!r}; use 'shared'"),
     # several datasets
     Conflict("train.validation_fraction", lambda c: bool(c.loader.proportions and c.train.validation_fraction),
              "not supported with loader.proportions; pass the validation rows as a separate dataset"),
@@ -199,6 +207,13 @@ def check_conflicts(config: Config) -> None:
             raise SettingError(conflict.key, conflict.message.format(c=config))
     _check_metrics(config)
     _check_streams(config)
+    size = config.loader.epoch_size
+    if size is not None and not config.loader.proportions and config.data.sampling_weight is None:
+        raise SettingError(
+            "loader.epoch_size",
+            "expected null without loader.proportions and data.sampling_weight, as one dataset has an epoch of its "
+            f"own, found {size}",
+        )
     _check_ranks(config)
 
 

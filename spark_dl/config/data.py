@@ -60,6 +60,12 @@ class Data:
     learning rate ten times as large. `weights`: the sum of the weights of the global batch, over all ranks, as
     scikit-learn and Spark ML do. Evaluations always divide by the sum of the weights. See
     [exactness](exactness.md#what-the-loss-is-a-mean-over)."""
+    sampling_weight: str | None = None
+    """Column with the weight of each row, a finite number >= 0, by which the rows of an epoch of the training are
+    drawn. A row with twice the weight is drawn twice as often: on average weight / sum of weights * rows of an epoch
+    times, which each epoch rounds up or down at random, so that a row is drawn at most once if this is at most 1. An
+    epoch has as many rows as the dataset, or `loader.epoch_size`. The draws depend on `train.seed`, the epoch and the
+    weights alone. Null: each row once."""
     cast: dict[str, str] = field(default_factory=dict)
     """NumPy dtypes, by column, in which batches have the columns: `{features: float32, label: int64}`. Stored columns
     keep their dtypes. Spark ML vectors are float64, and most models are float32."""
@@ -98,6 +104,8 @@ class Data:
         check(len(self.features) > 0, "data.features", "at least one column name", self.features)
         check(self.weight is None or isinstance(self.weight, str), "data.weight", "a column name", self.weight)
         check(self.weight != "", "data.weight", "a column name", self.weight)
+        is_name = self.sampling_weight is None or (isinstance(self.sampling_weight, str) and self.sampling_weight != "")
+        check(is_name, "data.sampling_weight", "a column name", self.sampling_weight)
         if self.weight_mean == "weights" and self.weight is None:
             raise SettingError(
                 "data.weight_mean", "found 'weights' without data.weight; name the column of the weights"
@@ -155,6 +163,13 @@ class Data:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that are read: the features, the label, the other labels and the weight."""
+        """The columns that are read: the features, the label, the other labels and the weights."""
         others = (name for name in (self.label, *self.labels, self.weight) if name is not None)
-        return (*self.features, *others)
+        names = (*self.features, *others)
+        return names if self.sampling_weight in (None, *names) else (*names, str(self.sampling_weight))
+
+    @property
+    def not_in_batch(self) -> list[str]:
+        """The columns that are read and are not in a batch by their name."""
+        weights = dict.fromkeys(name for name in (self.weight, self.sampling_weight) if name is not None)
+        return [name for name in weights if name not in (*self.features, self.label, *self.labels)]

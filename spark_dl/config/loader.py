@@ -62,7 +62,8 @@ class Loader:
     epoch_size: int | None = None
     """Number of rows of an epoch of several datasets, rounded up to whole global batches. Each dataset goes on in the
     next epoch where it was at the end of this one. Null: an epoch ends with the dataset that takes the most steps, and
-    all begin again."""
+    all begin again. With `data.sampling_weight`: number of rows that are drawn for an epoch; null: as many as the
+    dataset has."""
 
     def __post_init__(self) -> None:
         for name in ("num_streams", "shuffle_window_rows", "memory_mib", "reader_threads", "prefetch_batches"):
@@ -85,6 +86,3 @@ class Loader:
         for name, share in self.proportions.items():
             is_number = isinstance(share, (int, float)) and not isinstance(share, bool) and math.isfinite(share)
             check(is_number and share > 0, f"loader.proportions.{name}", "a finite number > 0", share)
-        is_used = self.epoch_size is None or bool(self.proportions)
-        check(is_used, "loader.epoch_size", "null without loader.proportions, as one dataset has an epoch of its own",
-              self.epoch_size)  # fmt: skip

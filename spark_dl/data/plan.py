@@ -32,7 +32,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,8 @@ class Segment:
     row_group: int
     start: int
     stop: int
+    epoch: int = 0
+    """The epoch whose draws the rows are among; 0 if all rows are used once."""
 
     @property
     def rows(self) -> int:
@@ -89,6 +91,8 @@ class Windows(Sequence[Window]):
     """Number of segments up to the end of each window. # (windows,)"""
     seed: tuple[int, ...] | None
     """Seed of the stream; each window adds its number. None keeps the order of the dataset."""
+    epoch: int = 0
+    """`Segment.epoch`."""
 
     @cached_property
     def row_ends(self) -> Ints:
@@ -108,7 +112,8 @@ class Windows(Sequence[Window]):
             return tuple(self[i] for i in numbers)
         segments = self.segments[self.ends[numbers - 1] if numbers else 0 : self.ends[numbers]].tolist()
         first = int(self.row_ends[numbers - 1]) if numbers else 0
-        return Window(tuple(Segment(*s) for s in segments), first, None if self.seed is None else (*self.seed, numbers))
+        seed = None if self.seed is None else (*self.seed, numbers)
+        return Window(tuple(Segment(s[0], s[1], s[2], self.epoch) for s in segments), first, seed)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
@@ -143,6 +148,57 @@ class Stream:
 
 
 @dataclass(frozen=True, eq=False)
+class Draws:
+    """Rows that are drawn by weight. Systematic sampling of a fixed number of rows in each epoch.
+
+    The expected numbers of draws of all rows are laid on a line, one after another, and a comb of teeth at a distance
+    of 1, with a random start in each epoch, is laid over it: a row is drawn once for each tooth. The rows of a row
+    group are in a random order there, so that neighbors are not drawn together.
+    Source: Madow and Madow 1944, "On the theory of systematic sampling", Annals of Mathematical Statistics 15.
+    """
+
+    group_weights: npt.NDArray[np.float64]
+    """Sum of the weights of each row group. # (row groups,)"""
+    rows: int
+    """Number of draws of an epoch."""
+    seed: int
+
+    @cached_property
+    def _ends(self) -> npt.NDArray[np.float64]:
+        """Expected draws up to the end of each row group. # (row groups + 1,)"""
+        sums = np.concatenate([[0.0], np.cumsum(self.group_weights)])
+        ends: npt.NDArray[np.float64] = sums / sums[-1] * self.rows
+        ends[sums == sums[-1]] = self.rows  # exactly, also of row groups of weight 0 at the end
+        return ends
+
+    def _start(self, epoch: int) -> float:
+        return float(np.random.default_rng((self.seed, epoch, 0, 0, 0x5A)).random())
+
+    def group_rows(self, epoch: int) -> Ints:
+        """Returns the draws of each row group in an epoch. # (row groups,)"""
+        teeth: Ints = np.floor(self._ends + self._start(epoch)).astype(np.int64)
+        return teeth[1:] - teeth[:-1]
+
+    def rows_of(self, epoch: int, group: int, weights: npt.NDArray[Any]) -> Ints:
+        """Returns the rows of a row group that are drawn in an epoch, sorted, each as often as it is drawn. # (draws,)
+
+        Args:
+            weights: of the rows. # (rows,)
+        """
+        if not len(weights):
+            return np.zeros(0, np.int64)
+        order = np.random.default_rng((self.seed, epoch, group, 0, 0x5A)).permutation(len(weights))
+        first, last = self._ends[group : group + 2]
+        sums = np.cumsum(weights[order], dtype=np.float64)
+        total = self.group_weights[group]
+        ends = first + sums / total * (last - first) if total else np.full(len(sums), first)
+        ends[sums == sums[-1]] = last  # exactly the draws of the group, whatever is rounded
+        teeth = np.floor(np.concatenate([[first], np.minimum(ends, last)]) + self._start(epoch)).astype(np.int64)
+        found: Ints = np.sort(np.repeat(order, np.diff(teeth)))
+        return found
+
+
+@dataclass(frozen=True, eq=False)
 class Plan:
     """The order of the rows of a dataset, for all epochs.
 
@@ -154,6 +210,7 @@ class Plan:
         row_bytes: mean size of a row in each row group, if rows have different sizes. # (row groups,)
         window_bytes: with `row_bytes`, maximum size of the shuffle window over all streams.
         sorts_by_length: whether the rows of several steps are sorted by length.
+        draws: the rows that an epoch draws, instead of each row once.
     """
 
     group_rows: Ints
@@ -166,6 +223,7 @@ class Plan:
     row_bytes: npt.NDArray[np.float64] | None = None
     window_bytes: int = 0
     sorts_by_length: bool = False
+    draws: Draws | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "group_rows", np.asarray(self.group_rows, dtype=np.int64))
@@ -179,7 +237,7 @@ class Plan:
 
     @cached_property
     def rows(self) -> int:
-        return int(self.group_rows.sum())
+        return int(self.group_rows.sum()) if self.draws is None else self.draws.rows
 
     @cached_property
     def steps(self) -> int:
@@ -229,11 +287,15 @@ class Plan:
     def _bounds(self) -> Ints:
         """Start of each stream in the concatenated rows, and end of the last one. # (streams + 1,)"""
         bounds = [0]
-        part_bounds = np.concatenate([[0], np.cumsum(self.group_rows)])[np.cumsum([0, *self._parts])].tolist()
+        part_bounds = np.concatenate([[0], np.cumsum(self._group_rows(0))])[np.cumsum([0, *self._parts])].tolist()
         for part, (first_row, end) in enumerate(itertools.pairwise(part_bounds)):
             streams = len(self.streams_of_part(part))
             bounds += [first_row + i * (end - first_row) // streams for i in range(1, streams + 1)]
         return np.asarray(bounds, dtype=np.int64)
+
+    def _group_rows(self, epoch: int) -> Ints:
+        """Returns the rows of each row group that an epoch uses. # (row groups,)"""
+        return self.group_rows if self.draws is None else self.draws.group_rows(epoch)
 
     @property
     def _parts(self) -> tuple[int, ...]:
@@ -250,30 +312,32 @@ class Plan:
         if len(self._parts) > 1:
             part_of_group = np.repeat(np.arange(len(self._parts)), self._parts)  # (row groups,)
             groups = groups[np.argsort(part_of_group[groups], kind="stable")]  # part by part, shuffled within each
-        ends = self.group_rows[groups]  # (row groups,)
-        np.cumsum(ends, out=ends)
+        rows = self._group_rows(epoch)[groups]  # (row groups,)
+        ends = np.cumsum(rows)
+        drawn_in = 0 if self.draws is None else epoch
         streams: list[Stream] = []
         for part in range(len(self._parts)):
-            filler = self._filler(groups, ends, part)
+            filler = self._filler(groups, ends, part, drawn_in)
             for number in self.streams_of_part(part):
                 if numbers is None or number in numbers:
-                    segments = self._segments(groups, ends, number)
+                    segments = self._segments(groups, rows, ends, number)
                     seed = (self.seed, epoch, number) if self.shuffle else None
-                    streams.append(Stream(Windows(segments, self._window_ends(segments), seed), filler))
+                    windows = Windows(segments, self._window_ends(segments), seed, drawn_in)
+                    streams.append(Stream(windows, filler))
         return streams
 
-    def _filler(self, groups: Ints, ends: Ints, part: int) -> Segment:
+    def _filler(self, groups: Ints, ends: Ints, part: int, drawn_in: int) -> Segment:
         """Returns the first row of a part. groups, ends: concatenated row groups, their ends. # each (row groups,)"""
         of_part = self.streams_of_part(part)
         first_row, end = self._bounds[of_part.start], self._bounds[of_part.stop]
         at = np.searchsorted(ends, first_row, side="right")
-        return Segment(int(groups[at]) if first_row < end else FILLER, 0, 1)
+        return Segment(int(groups[at]) if first_row < end else FILLER, 0, 1, drawn_in)
 
-    def _segments(self, groups: Ints, ends: Ints, stream: int) -> Ints:
-        """Returns the rows of a stream, as `Windows.segments`. groups, ends: concatenated row groups, their ends."""
+    def _segments(self, groups: Ints, rows: Ints, ends: Ints, stream: int) -> Ints:
+        """Returns the rows of a stream, as `Windows.segments`. groups, rows, ends: concatenated row groups."""
         lo, hi = self._bounds[stream], self._bounds[stream + 1]
         overlapping = slice(np.searchsorted(ends, lo, side="right"), np.searchsorted(ends, hi, side="left") + 1)
-        starts = ends[overlapping] - self.group_rows[groups[overlapping]]
+        starts = ends[overlapping] - rows[overlapping]
         segments = np.stack(
             [groups[overlapping], np.maximum(lo, starts) - starts, np.minimum(hi, ends[overlapping]) - starts], axis=1
         )

@@ -230,7 +230,7 @@ IN_KEY = [
     {"features": ("id",)}, {"label": None}, {"encode": {"label": {"as": "hash", "buckets": 3}}}, {"nulls": "fill"},
     {"nulls": "fill", "fill": {"label": 1}}, {"nonfinite": "allow"}, {"filters": [["id", ">", 3]]},
     {"require_success": False}, {"rows_per_row_group": 7}, {"rows_per_shard": 7}, {"labels": ("id",)},
-    {"features": ("label",), "label": None, "weight": "id"},
+    {"features": ("label",), "label": None, "weight": "id"}, {"sampling_weight": "id"},
 ]  # fmt: skip
 NOT_IN_KEY = [
     {"storage": "local"}, {"store": "x"}, {"trusted_writers": ("x",)},

@@ -296,8 +296,9 @@ class BatchBuilder:
         for i, piece in enumerate(self._pieces(parts)):
             batch = build_batch(self.columns, piece.cells, self.ragged, self.pad_to)
             weight = piece.weight
+            for name in self.data.not_in_batch:
+                del batch[name]
             if self.data.weight is not None:
-                del batch[self.data.weight]
                 weight = row_weights(self.data.weight, piece.cells[self._weight_index], weight)
             batch["weight"] = torch.from_numpy(weight)
             if self.prepare is not None:

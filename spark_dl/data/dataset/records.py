@@ -204,6 +204,8 @@ class ShardSet:
     """For sequences (`data/read/sequences.py`): the first row of each run of consecutive rows. # (runs,) int64"""
     filtered: Filtered | None = None
     """The rows that pass `data.filters`; None if all rows are read."""
+    group_weights: Array | None = field(default=None, compare=False)
+    """Sums of `data.sampling_weight` of the training rows of each row group; None if they are not known. # (groups,)"""
     digest: Mapping[str, Any] | None = field(default=None, compare=False)
     """Digest of its rows (`data/load/resume_check.py`), on ranks, which do not have all data to compute it."""
 

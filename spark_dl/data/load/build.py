@@ -59,13 +59,14 @@ def build_train_loader(
 
 def build_validation_loader(run: Run, world: World) -> BatchLoader | None:
     """Builds the loader of validation rows: of a separate dataset, of a split of the training dataset, or None."""
+    config = run.config.without_sampling()
     split: dict[str, Any] = {}
     if run.validation is None:
         if not run.config.train.validation_fraction:
             return None
         split = {"split": "validation"}
     return build_loader(
-        run.train if run.validation is None else run.validation, run.config, rank=world.data_rank,
+        run.train if run.validation is None else run.validation, config, rank=world.data_rank,
         world_size=world.data_size, shuffle=False, prepare=run.spec.prepare_in_loader(),
         pin=world.device.type == "cuda", **split,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from spark_dl.data.columns.batch import WEIGHT_BYTES, BatchBuilder, Prepare, Ste
 from spark_dl.data.columns.ragged import Array
 from spark_dl.data.dataset.memory import check_memory, decoding_bytes, memory_setting, share_mib
 from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.load.draws import draws_of
 from spark_dl.data.load.row_names import describe_rows, kept_places, rows_of_steps
 from spark_dl.data.load.window_reader import Arena, ReadSchedule, WindowReader
 from spark_dl.data.parquet.buffers import PrefetchBudget
@@ -163,7 +164,8 @@ class ShardLoader:
             from spark_dl.data.store.cache import build_cache
 
             cache = build_cache(config.shards)
-        self._rows = build_rows(shards, self.columns, config, split, cache, limits)
+        draws = draws_of(shards, config) if split == "train" else None
+        self._rows = build_rows(shards, self.columns, config, split, cache, limits, draws=draws)
         self._row_bytes = sum(c.value_bytes for c in self._rows.columns)
         largest_group = int(shards.group_bytes(self.columns)[shards.group_rows > 0].max())
         self._group_row_bytes: npt.NDArray[np.float64] | None = None
@@ -181,6 +183,7 @@ class ShardLoader:
             row_bytes=self._group_row_bytes,
             window_bytes=self._budget // 4,
             sorts_by_length=loader.group_by_length,
+            draws=draws,
         )
         self._rank = rank
         self._builder = BatchBuilder(
@@ -217,6 +220,8 @@ class ShardLoader:
 
     def name_rows(self, epoch: int, step: int) -> str:
         """Names the rows of this rank in a step, for messages; all that it is sorted by length with, if it is."""
+        if self.plan.draws is not None:
+            return "rows that data.sampling_weight has drawn"
         first = step // self.plan.length_steps * self.plan.length_steps
         stop = first + self.plan.length_steps
         named = describe_rows(self._shards, self._rows, rows_of_steps(self.plan, self._streams, epoch, first, stop))

@@ -25,7 +25,7 @@ from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet import filters
 from spark_dl.data.parquet.buffers import BufferPool, ByteBudget
 from spark_dl.data.parquet.filters import NULL_PARTITION
-from spark_dl.data.plan import FILLER, Ints, Segment, Split, rows_held_out, split_rows
+from spark_dl.data.plan import FILLER, Draws, Ints, Segment, Split, rows_held_out, split_rows
 from spark_dl.data.read.shard_file import CurrentReads, ShardFile, is_sliced
 
 if TYPE_CHECKING:
@@ -67,11 +67,15 @@ class Rows:
         nonfinite: Nonfinite = "allow",
         fill: Mapping[str, Any] | None = None,
         limits: Limits | None = None,
+        draws: Draws | None = None,
+        drawn_by: str | None = None,
     ):
         """`nonfinite` is used for datasets that were not checked on writing. `fill` has its values with "fill"."""
         self._nonfinite: Nonfinite = "allow" if shards.is_checked else nonfinite
         self._fill = fill or {}
         self._limits, self._has_unknown = limits, False
+        self._draws = draws
+        self._drawn_by = None if draws is None else [c.name for c in columns].index(drawn_by or "")
         filter_columns = filters.columns_of(shards.filtered.conditions) if shards.filtered else []
         self._names = [*(c.name for c in columns), *filter_columns]
         self._string_columns = [c.name for c in columns if c.has_stored_strings]
@@ -111,6 +115,9 @@ class Rows:
     def _read_segment(self, segment: Segment, out: Sequence[Array | list[Ragged]], first: int) -> None:
         """Writes the rows of a segment into `out` from row `first` on."""
         places = [None if isinstance(t, list) else t[first : first + segment.rows] for t in out]
+        if self._drawn_by is not None:
+            self._draw_segment(segment, out, places)
+            return
         arrays = self._row_group(segment, places)
         for column, array, target, place in zip(self.columns, arrays, out, places, strict=True):
             if array is place:
@@ -121,9 +128,28 @@ class Rows:
             elif place is not None:
                 place[:] = array[segment.start : segment.stop]
 
+    def _draw_segment(self, segment: Segment, out: Sequence[Array | list[Ragged]], places: Places) -> None:
+        """Writes the drawn rows of a segment into `out`, or the `places` in it."""
+        assert self._draws is not None
+        assert self._drawn_by is not None
+        arrays = self._row_group(segment, [None] * len(self.columns))
+        weights = arrays[self._drawn_by]
+        assert not isinstance(weights, Ragged)
+        drawn = self._draws.rows_of(segment.epoch, segment.row_group, weights)[segment.start : segment.stop]
+        for array, target, place in zip(arrays, out, places, strict=True):
+            if isinstance(array, Ragged):
+                assert isinstance(target, list)
+                target.append(take(array, drawn))
+            elif place is not None:
+                place[:] = array[drawn]
+
     def _is_alone(self, segment: Segment) -> bool:
         """Whether no other stream reads the row group."""
-        return segment.row_group != FILLER and segment.rows == int(self.group_rows[segment.row_group])
+        return (
+            self._draws is None
+            and segment.row_group != FILLER
+            and segment.rows == int(self.group_rows[segment.row_group])
+        )
 
     def _is_sliced(self, column: Column, number: int, conditions: filters.AnyOf) -> bool:
         """Whether a column of a row group can be read in slices.

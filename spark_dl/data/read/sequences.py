@@ -23,7 +23,7 @@ from spark_dl.config import Config, Sequences
 from spark_dl.data.columns.ragged import Array, Ragged
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.records import ShardSet
-from spark_dl.data.plan import Ints, Segment, Split
+from spark_dl.data.plan import Draws, Ints, Segment, Split
 from spark_dl.data.read.rows import Limits, Rows
 from spark_dl.data.read.shard_file import CurrentReads
 
@@ -158,13 +158,15 @@ class SequenceRows:
 
 
 def build_rows(
-    shards: ShardSet, columns: Sequence[Column], config: Config, split: Split, cache: DiskCache | None, limits: Limits
-) -> Rows | SequenceRows:
+    shards: ShardSet, columns: Sequence[Column], config: Config, split: Split, cache: DiskCache | None, limits: Limits,
+    *, draws: Draws | None = None,
+) -> Rows | SequenceRows:  # fmt: skip
     """Returns the rows of a dataset, or its samples with `sequences`, for a loader. Called on a worker."""
     data, sequences = config.data, config.sequences
     rows = Rows(
         shards, columns, config.train.validation_fraction, config.train.seed, split,
         fold=config.train.validation_fold, cache=cache, nonfinite=data.nonfinite, fill=data.fill, limits=limits,
+        draws=draws, drawn_by=data.sampling_weight,
     )  # fmt: skip
     if sequences is None:
         return rows

@@ -71,6 +71,9 @@ EXCLUSIVE = [  # the key that the error names, and settings of which each is val
     ("train.optimizer", SERVED, {"optimizer": "Adafactor"}),
     ("train.clip_grad_norm", TWO_SERVERS, {"clip_grad_norm": 1.0}),
     ("train.ema_decay", {"ema_decay": 0.9}, SERVED),
+    ("data.sampling_weight", {"sampling_weight": "w"}, MIXED),
+    ("data.sampling_weight", {"sampling_weight": "w"}, SEQUENCES),
+    ("data.sampling_weight", {"sampling_weight": "w"}, LOCAL),
     ("checkpoint.weights", {"checkpoint": Checkpoint(weights="trainable")}, SERVED),
     ("checkpoint.weights", {"checkpoint": Checkpoint(weights="trainable")}, {"init_from": "runs/1"}),
     ("train.param_groups", {"param_groups": ({"match": "bias"},)}, SERVED),
@@ -286,6 +289,13 @@ def test_checkpoints_without_frozen_weights_need_whole_weights(parallel):
     make_config(checkpoint=small)
     with pytest.raises(ValueError, match=r"^checkpoint\.weights: expected 'all' with parallel\.strategy="):
         make_config(checkpoint=small, parallel=parallel)
+
+
+def test_one_dataset_has_an_epoch_of_its_own_unless_its_rows_are_drawn():
+    make_config(epoch_size=100, sampling_weight="w")
+    make_config(epoch_size=100, **MIXED)
+    with pytest.raises(ValueError, match=r"^loader\.epoch_size: expected null without loader.proportions and data.s"):
+        make_config(epoch_size=100)
 
 
 def test_groups_of_parameters_need_one_model_with_all_of_them():

@@ -129,6 +129,7 @@ def _worst(parallel: Any) -> Any:
             check_replicas_every=1,
             validate_every_steps=1,
             ema_decay=0.9,
+            swa_start=0.5,
             random_by="row",
         ),
         track=SimpleNamespace(profile_steps=(1, 2)),

@@ -136,7 +136,9 @@ class Training:
         self.schedule = RateSchedule(trainable.optimizer, of_run, own=trainable.optimization)
         if self.validation is None:
             self.schedule.check_without_validation()
-        self.state = RunState(run, world, trainable, self.schedule, loader.columns, num_ranks or world.data_size)
+        self.state = RunState(
+            run, world, trainable, self.schedule, loader.columns, num_ranks or world.data_size, self.total_steps
+        )
         self.experts = ExpertBalance(trainable, world, self.config)
         fp16 = self.config.train.precision == "fp16"
         self.step_check = StepCheck(trainable.modules[0], world.device, gradients=not fp16) if check_steps else None

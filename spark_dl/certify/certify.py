@@ -192,7 +192,7 @@ def _settings(config: Config, shards: ShardSet) -> Config:
         train=dataclasses.replace(
             whole.train, global_batch_size=_BATCH, accumulation_steps=1, epochs=_EPOCHS, precision="float32",
             max_steps=None if steps <= 8 else 12, compile=False, log_every=1, early_stop_metric=None,
-            check_replicas_every=0, ema_decay=None,  # which follows from the weights
+            check_replicas_every=0, ema_decay=None, swa_start=None,  # which follows from the weights
         ),
         loader=dataclasses.replace(config.loader, num_streams=_STREAMS, max_tokens=None),
         launch=dataclasses.replace(config.launch, num_ranks=1, min_ranks=None, max_restarts=0, gpus_per_rank="auto"),

@@ -73,6 +73,18 @@ def _replaces_weights(c: Config) -> bool:
     return c.parallel.by_spark or _served(c)
 
 
+def without_average(is_excluded: Callable[[Config], bool], expected: str) -> tuple[Conflict, ...]:
+    """Returns conflicts with the averages of the weights. expected: what, and why"""
+
+    def of(name: str) -> Conflict:
+        return Conflict(
+            f"train.{name}", lambda c: is_excluded(c) and getattr(c.train, name) is not None,
+            f"{expected}, found {{c.train.{name}}}; use ddp",
+        )  # fmt: skip
+
+    return of("ema_decay"), of("swa_start")
+
+
 CONFLICTS = (
     Conflict("data.sampling_weight", lambda c: c.data.sampling_weight is not None and bool(c.loader.proportions),
              "expected null with several datasets, whose rows are drawn by loader.proportions, found "
@@ -174,9 +186,8 @@ CONFLICTS = (
     Conflict("train.lr_scaling", lambda c: c.train.lr_scaling != "none" and c.train.scheduler in ABSOLUTE,
              "has no effect with OneCycleLR and CyclicLR, whose rates are absolute; set it to none, and max_lr in "
              "train.scheduler_args"),
-    Conflict("train.ema_decay", lambda c: _served(c) and c.train.ema_decay is not None,
-             "expected null with parallel.strategy={c.parallel.strategy!r}, whose ranks have no common step, found "
-             "{c.train.ema_decay}; use ddp"),
+    *without_average(_served, "expected null with parallel.strategy={c.parallel.strategy!r}, whose ranks have no "
+                     "common step"),
     Conflict("checkpoint.weights", lambda c: c.checkpoint.weights == "trainable" and _served(c),
              "expected 'all' with parallel.strategy={c.parallel.strategy!r}, whose servers have blocks of the weights; "
              "use ddp"),

@@ -65,6 +65,10 @@ class Train:
     """Keep an exponential moving average of the weights, with this decay per step, such as 0.999. Validations compute
     the model with it, and `evaluate`, `predict` and `load_model` take it from a checkpoint; the steps and a resume go
     on with the weights themselves. The decay rises to this value in the first steps. Null: no average."""
+    swa_start: float | None = may_change(None)
+    """Keep the mean of the weights after each step from this part of the run on, such as 0.75 for the last quarter of
+    its steps (stochastic weight averaging, Izmailov et al. 2018), in the place of `ema_decay`. Before, the average is
+    the weights. In [0, 1). Null: no average."""
     precision: Precision = "float32"
     """Precision of the forward and backward passes. `bf16` and `fp16` use autocast, and the weights stay in float32."""
     compile: bool = may_change(False)
@@ -144,6 +148,11 @@ class Train:
         if self.ema_decay is not None:
             check_number(self, "ema_decay", 0, above=True)
             check(self.ema_decay < 1, "train.ema_decay", "a number < 1", self.ema_decay)
+        if self.swa_start is not None:
+            check_number(self, "swa_start", 0)
+            check(self.swa_start < 1, "train.swa_start", "a number < 1", self.swa_start)
+            both = self.ema_decay is not None
+            check(not both, "train.swa_start", "null with train.ema_decay, as a run has one average", self.swa_start)
         check_number(self, "lr", 0, above=True)
         check_number(self, "validation_fraction", 0)
         check(self.validation_fraction < 1, "train.validation_fraction", "a number < 1", self.validation_fraction)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spark_dl.config.checks import check_bool, check_number
-from spark_dl.config.conflicts import Conflict
+from spark_dl.config.conflicts import Conflict, without_average
 from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
 from spark_dl.config.strategies import Strategy
@@ -47,9 +47,8 @@ class LocalSGD(Parallel):
 
     strategy: ClassVar[str] = "local_sgd"
     excludes: ClassVar[tuple[Conflict, ...]] = (
-        Conflict("train.ema_decay", lambda c: c.train.ema_decay is not None,
-                 "expected null with parallel.strategy='local_sgd', whose ranks have other weights until the next "
-                 "average, found {c.train.ema_decay}; use ddp"),
+        *without_average(lambda c: True, "expected null with parallel.strategy='local_sgd', whose ranks have other "
+                         "weights until the next average"),
     Conflict("train.validate_every_steps",
                  lambda c: _compares_apart(c.train.validate_every_steps, c.parallel),
                  "expected a multiple of parallel.sync_every_steps={c.parallel.sync_every_steps}, as each validation "

@@ -1,4 +1,4 @@
-"""The exponential moving average of the weights (`train.ema_decay`), which is validated and saved beside them."""
+"""The average of the weights (`train.ema_decay`, `train.swa_start`), which is validated and saved beside them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ class WeightAverage:
     """The average of a model's parameters after each step: `decay * average + (1 - decay) * weights`.
 
     It begins with the weights that the run begins with. As these are random, the first steps have a lower decay,
-    `(1 + step) / (10 + step)`, as in `tf.train.ExponentialMovingAverage`. Not collective: the weights are the same on
-    all ranks, and so is the average. Buffers, such as the statistics of BatchNorm, are not averaged.
+    `(1 + step) / (10 + step)`, as in `tf.train.ExponentialMovingAverage`. Without a decay, it is the mean of the
+    weights after each step from `start` on, and the weights before. Not collective: the weights are the same on all
+    ranks, and so is the average. Buffers, such as the statistics of BatchNorm, are not averaged.
     """
 
-    def __init__(self, module: nn.Module, decay: float):
-        self._module, self._decay = module, decay
+    def __init__(self, module: nn.Module, decay: float | None, *, start: int = 0):
+        self._module, self._decay, self._start = module, decay, start
         self._parameters = list(module.parameters())
         self._average = [parameter.detach().clone() for parameter in self._parameters]
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Takes the weights of a step into the average. step: number of steps before it."""
-        decay = min(self._decay, (1 + step) / (10 + step))
+        if self._decay is None:
+            decay = 1 - 1 / (step - self._start + 1) if step >= self._start else 0.0
+        else:
+            decay = min(self._decay, (1 + step) / (10 + step))
         for average, parameter in zip(self._average, self._parameters, strict=True):
             if parameter.is_floating_point():
                 average.lerp_(parameter, 1 - decay)

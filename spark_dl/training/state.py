@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import random
 import threading
 import time
@@ -224,6 +225,7 @@ class RunState:
         schedule: RateSchedule,
         columns: Sequence[Column],
         num_ranks: int,
+        total_steps: int,
     ):
         self._run, self._world, self._trainable, self._schedule = run, world, trainable, schedule
         self._columns, self._num_ranks = columns, num_ranks
@@ -244,9 +246,13 @@ class RunState:
             group_names(optimizer, trainable.modules[0]) if trainable.state is None else trainable.state.group_names()
         )
         self._settings = OptimizerSettings(optimizer, schedule, self._names, self._owner)
-        decay = run.config.train.ema_decay
-        self.average = None if decay is None else WeightAverage(trainable.modules[0], decay)
-        """The average of the weights; None without `train.ema_decay`."""
+        train = run.config.train
+        self.average: WeightAverage | None = None
+        """The average of the weights; None without `train.ema_decay` and `train.swa_start`."""
+        if train.ema_decay is not None:
+            self.average = WeightAverage(trainable.modules[0], train.ema_decay)
+        elif train.swa_start is not None:
+            self.average = WeightAverage(trainable.modules[0], None, start=math.ceil(train.swa_start * total_steps))
         leaves_out = run.config.checkpoint.weights == "trainable" and world.rank == 0
         self._as_built = frozen_checksums(trainable.modules[0]) if leaves_out else {}
         if run.checkpoint is not None:

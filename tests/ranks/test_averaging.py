@@ -1,6 +1,7 @@
 """The exponential moving average of the weights, on real ranks."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -42,6 +43,23 @@ def test_the_saved_weights_are_the_average_of_those_of_all_steps(tmp_path, strat
     for name, value in expected.items():
         torch.testing.assert_close(found[name].double(), value, rtol=1e-5, atol=1e-6)
     assert not same_bits(found, steps[-1])
+
+
+@pytest.mark.parametrize(("start", "num_ranks"), [(0.0, 1), (0.5, 2), (0.7, 3), (0.99, 1)])
+def test_the_mean_from_a_part_of_the_run_on_is_that_of_its_last_steps(tmp_path, start, num_ranks):
+    config = small_config(num_ranks, {"swa_start": start}, **EVERY_STEP)
+    run = make_run(tmp_path, config)
+    found = checkpoint.load_weights(train(run))
+    steps = [weights_themselves(saved) for saved in checkpoint.list_checkpoints(run.run_dir)]
+    last = steps[math.ceil(start * len(steps)) :] or steps[-1:]
+    for name, value in found.items():
+        torch.testing.assert_close(value, torch.stack([step[name] for step in last]).mean(0), rtol=1e-5, atol=1e-6)
+    cut = train(make_run(tmp_path, cut_at(config, 7), name="cut"))
+    resumed = checkpoint.load_weights(resume(make_run(tmp_path, config, name="cut"), cut))
+    for name, value in found.items():
+        if start < 0.6:  # after the cut, the run has another length, and begins the mean earlier
+            continue
+        assert torch.equal(resumed[name], value)
 
 
 def test_the_average_does_not_change_the_training(tmp_path):

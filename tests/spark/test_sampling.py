@@ -27,5 +27,5 @@ def test_draws_are_of_the_training_only_and_a_run_resumes_with_them(spark, tmp_p
     separate = dataclasses.replace(given, train=dataclasses.replace(given.train, validation_fraction=0.0))
     run = {"validation": other, "run_dir": str(tmp_path / "separate"), "spark": spark}
     assert spark_dl.train(rows, MLP, separate, **run).metrics["loss"] > 0
-    with pytest.raises(ValueError, match=r"data.sampling_weight: expected finite weights >= 0 in column 'w', found -\d"):
+    with pytest.raises(ValueError, match=r"expected finite weights >= 0 in column 'w', found -\d"):
         spark_dl.train(rows.withColumn("w", -F.col("w") + 1), MLP, given, run_dir=str(tmp_path / "bad"), spark=spark)

@@ -9,7 +9,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from spark_dl.config.checks import SettingError, check_bool, check_choices, check_number
-from spark_dl.config.conflicts import ELEMENTWISE, Conflict
+from spark_dl.config.conflicts import ELEMENTWISE, Conflict, without_average
 from spark_dl.config.fields import may_change, named_settings
 from spark_dl.config.parallel import Parallel
 from spark_dl.parallel.mesh.dims import Dims, mesh_of
@@ -57,9 +57,8 @@ EXCLUDES = (
              "found fp16"),
     Conflict("train.compile", lambda c: _cuts(c) and c.train.compile,
              "not supported with parallel.strategy='mesh', which cuts the model; set it to false, or use ddp"),
-    Conflict("train.ema_decay", lambda c: c.train.ema_decay is not None,
-             "expected null with parallel.strategy='mesh', whose ranks can have parts of the weights, found "
-             "{c.train.ema_decay}; use ddp"),
+    *without_average(lambda c: True, "expected null with parallel.strategy='mesh', whose ranks can have parts of the "
+                     "weights"),
     Conflict("checkpoint.weights", lambda c: c.checkpoint.weights == "trainable",
              "expected 'all' with parallel.strategy='mesh', whose ranks write their parts of the weights; use ddp"),
     Conflict("train.random_by",

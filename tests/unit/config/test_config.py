@@ -162,6 +162,7 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
     (Train, "train.max_nonfinite", [0, -1, 1.5, "3"]),
     (Train, "train.check_replicas_every", [-1, 1.5, "10"]),
     (Train, "train.validate_every_steps", [-1, 1.5, None]),
+    (Train, "train.swa_start", [1, -0.5, 1.5, "0.9", NAN]),
     (Train, "train.ema_decay", [0, 1, -0.5, 1.5, "0.9", NAN]),
     (Train, "train.clip_grad_norm", [0, -1, NAN, INF, "1"]),
     (Train, "train.precision", ["float16", "fp32", None]),

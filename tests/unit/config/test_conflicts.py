@@ -71,6 +71,7 @@ EXCLUSIVE = [  # the key that the error names, and settings of which each is val
     ("train.optimizer", SERVED, {"optimizer": "Adafactor"}),
     ("train.clip_grad_norm", TWO_SERVERS, {"clip_grad_norm": 1.0}),
     ("train.ema_decay", {"ema_decay": 0.9}, SERVED),
+    ("train.swa_start", {"swa_start": 0.9}, SERVED),
     ("data.sampling_weight", {"sampling_weight": "w"}, MIXED),
     ("data.sampling_weight", {"sampling_weight": "w"}, SEQUENCES),
     ("data.sampling_weight", {"sampling_weight": "w"}, LOCAL),
@@ -306,6 +307,9 @@ def test_groups_of_parameters_need_one_model_with_all_of_them():
 
 @pytest.mark.parametrize("parallel", [Mesh(), Auto(), LocalSGD()], ids=lambda each: each.strategy)
 def test_an_average_needs_ranks_that_have_the_same_whole_weights(parallel):
-    make_config(ema_decay=0.9)
-    with pytest.raises(ValueError, match=r"^train\.ema_decay: expected null with parallel\.strategy="):
-        make_config(ema_decay=0.9, parallel=parallel)
+    for name in ("ema_decay", "swa_start"):
+        make_config(**{name: 0.9})
+        with pytest.raises(ValueError, match=rf"^train\.{name}: expected null with parallel\.strategy="):
+            make_config(**{name: 0.9}, parallel=parallel)
+    with pytest.raises(ValueError, match=r"^train\.swa_start: expected null with train.ema_decay, as a run has one av"):
+        make_config(ema_decay=0.9, swa_start=0.5)

@@ -18,7 +18,7 @@ MAY_CHANGE = {
     "loader.reader_threads", "loader.prefetch_batches", "loader.rows_at_once",
     "train.epochs", "train.max_steps", "train.metrics", "train.early_stop_metric", "train.early_stop_mode",
     "train.early_stop_patience", "train.early_stop_min_delta", "train.log_every",
-    "train.validate_every_steps", "train.ema_decay",
+    "train.validate_every_steps", "train.ema_decay", "train.swa_start",
     "train.on_nonfinite", "train.max_nonfinite", "train.check_replicas_every", "train.check_batch_loss",
     "train.compile", "train.channels_last",
     *(key for key in config_keys() if key.startswith(("launch.", "checkpoint.", "track.", "faults."))),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from spark_dl.config.checks import check, check_number
-from spark_dl.config.conflicts import ELEMENTWISE, Conflict
+from spark_dl.config.conflicts import ELEMENTWISE, Conflict, without_average
 from spark_dl.config.fields import may_change, named_settings
 from spark_dl.config.parallel import Parallel
 from spark_dl.config.strategies import Strategy
@@ -45,9 +45,7 @@ EXCLUDES = (
     Conflict("parallel.hosts", lambda c: bool(c.launch.num_ranks % (getattr(c.parallel, "hosts", None) or 1)),
              "expected a divisor of launch.num_ranks={c.launch.num_ranks}, as hosts have equally many ranks, found "
              "{c.parallel.hosts}"),
-    Conflict("train.ema_decay", lambda c: c.train.ema_decay is not None,
-             "expected null with parallel.strategy='auto', whose plans can cut the weights, found {c.train.ema_decay}; "
-             "use ddp"),
+    *without_average(lambda c: True, "expected null with parallel.strategy='auto', whose plans can cut the weights"),
     _conflict("checkpoint.weights", "trainable", "'all'"),
     _conflict("train.precision", "fp16", "float32 or bf16"),
     _conflict("train.compile", True, "false"),

@@ -64,7 +64,8 @@ class Hooks:
     def after_gradients(self, step: StepInfo) -> None:
         """Called when `.grad` is the gradient of the loss of the global batch, before clipping and the update.
 
-        Not collective, but all ranks must change the gradients alike.
+        Not collective, but all ranks must change the gradients alike. In the local steps of `local_sgd`, it is that of
+        the rows of this rank.
         """
 
     def after_step(self, step: StepInfo) -> None:

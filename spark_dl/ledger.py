@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from spark_dl.spec import Batch, ModelSpec
 
-_ROWS_AT_ONCE = 1 << 16
+_ROWS_AT_ONCE, _MOST_TASKS = 1 << 16, 200
 _SCHEMA = "epoch long, step long, global_step long, dataset string, file string, row long"
 
 
@@ -78,8 +78,7 @@ def ledger(
     columns = [columns] if isinstance(columns, str) else list(columns)
     _check_columns(run, columns)
     parts = list(_parts(run))
-    cores = spark.range(1).rdd.context.defaultParallelism if hasattr(spark, "_jsparkSession") else 8
-    numbers = spark.range(0, len(parts), 1, max(1, min(len(parts), 4 * cores)))
+    numbers = spark.range(0, len(parts), 1, min(len(parts), _MOST_TASKS))
     lines = numbers.mapInArrow(functools.partial(_lines, run, parts), _SCHEMA)
     if columns:
         lines = lines.join(_read_columns(spark, run, columns), ["dataset", "file", "row"])
@@ -329,7 +328,7 @@ def _read_columns(spark: SparkSession, run: _Run, columns: Sequence[str]) -> Dat
                         yield pa.RecordBatch.from_arrays([*place, *map(rows.column, columns)], schema=types)
                         first += n
 
-    return spark.range(0, len(files), 1, min(len(files), 200)).mapInArrow(read, from_arrow_schema(types))
+    return spark.range(0, len(files), 1, min(len(files), _MOST_TASKS)).mapInArrow(read, from_arrow_schema(types))
 
 
 def _quoted(name: str) -> Any:

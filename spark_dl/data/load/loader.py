@@ -191,9 +191,9 @@ class ShardLoader:
             memory_setting=setting, numbered=train.random_by == "row", max_tokens=loader.max_tokens,
             pad_to=loader.pad_to,
         )  # fmt: skip
-        # Selecting the rows of a split copies them. Filling NaN and Inf copies all rows.
+        # Selecting the rows of a split, and drawing rows, copies them. Filling NaN and Inf copies all rows.
         has_split = split != "all" and train.validation_fraction > 0
-        copies = 1 + has_split + (config.data.nonfinite == "fill" and not shards.is_checked)
+        copies = 1 + has_split + (draws is not None) + (config.data.nonfinite == "fill" and not shards.is_checked)
         decoding = decoding_bytes(self.columns, largest_group, is_filtered=shards.filtered is not None)
         self._memory = LoaderMemory(
             self._budget, streams=len(self._streams), stream_batch=self.plan.stream_batch, row_bytes=self._row_bytes,

@@ -4,8 +4,10 @@ from spark_dl.ml.classification import TorchClassificationModel, TorchClassifier
 from spark_dl.ml.estimator import TorchEstimator
 from spark_dl.ml.model import TorchModel
 from spark_dl.ml.regression import TorchRegressionModel, TorchRegressor
+from spark_dl.ml.tokenizer import TextTokenizer
 
 __all__ = [
+    "TextTokenizer",
     "TorchClassificationModel",
     "TorchClassifier",
     "TorchEstimator",

@@ -394,6 +394,12 @@ def test_losses_with_weights_have_the_mean_of_one_process_in_parts_of_a_model(tm
     assert_as_plain_loop(tmp_path, "losses and weights", config)
 
 
+@pytest.mark.parametrize("settings", [{"tensor": 2}, {"zero_stage": 2}], ids=str)
+def test_packs_have_the_mean_of_one_process_in_parts_of_a_model(tmp_path, settings):
+    config = config_of("packs", 2, {"accumulation_steps": 2}, parallel=parallel("mesh", **settings))
+    assert_as_plain_loop(tmp_path, "packs", config)
+
+
 def test_losses_that_count_themselves_are_an_error_where_ranks_step_alone(tmp_path):
     config = config_of("sum and count", 2, parallel=parallel("local_sgd"))
     with pytest.raises(RankFailed, match=r"expected ddp, .*found 'local_sgd'; say it by ModelSpec\(count="):

@@ -1,5 +1,7 @@
 """Texts as tokens and as packs: what `tokenize` and `pack_rows` make of a DataFrame, and a language model of them."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from pyspark.sql import functions as F
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import spark_dl
+import spark_dl.ml
 from spark_dl import ModelSpec
 from tests.builders.models import small_config
 
@@ -227,3 +230,20 @@ def test_packs_of_texts_train_and_have_the_loss_of_the_texts(spark, tmp_path):
             loss = model(input_ids=ids, labels=ids).loss
         total, count = total + float(loss) * (ids.shape[1] - 1), count + ids.shape[1] - 1
     assert found == pytest.approx(total / count, rel=1e-5)
+
+
+@pytest.mark.modes("local")
+def test_a_pipeline_that_was_saved_takes_texts_without_the_folder_of_its_tokenizer(spark, texts, tmp_path):
+    folder, saved = tmp_path / "model", str(tmp_path / "stage")
+    tokenizer(is_encoder=True).save_pretrained(folder)
+    expected = spark_dl.tokenize(texts, "text", str(folder), max_length=4, too_long="truncate").orderBy("n").collect()
+    spark_dl.ml.TextTokenizer(inputCol="text", tokenizer=str(folder), maxLength=4).save(saved)
+    shutil.rmtree(folder)
+    stage = spark_dl.ml.TextTokenizer.load(saved)
+    assert stage.transform(texts).orderBy("n").collect() == expected
+    pairs = stage.copy({stage.inputCols: ["text", "answer"], stage.tooLong: "drop", stage.maxLength: 6})
+    assert rows_of(pairs.transform(texts), "n", "num_tokens") == [(2, None)]
+    with pytest.raises(ValueError, match="TextTokenizer: set inputCol, or inputCols"):
+        spark_dl.ml.TextTokenizer(tokenizer=tokenizer()).transform(texts)
+    with pytest.raises(ValueError, match="TextTokenizer: set tokenizer"):
+        spark_dl.ml.TextTokenizer(inputCol="text").transform(texts)

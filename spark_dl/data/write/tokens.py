@@ -78,7 +78,7 @@ def tokenize(
             f"tokenize: expected max_length >= 1 or None, and too_long one of {list(get_args(TooLong))}, found "
             f"{max_length} and {too_long!r}"
         )
-    tokenizer = _load(tokenizer)
+    tokenizer = load_tokenizer(tokenizer)
     made = _Tokens(tokenizer, labels, max_length, too_long, is_chat, len(names))
     fields = [f"{name} array<int>" for name in made.arrays]
 
@@ -136,7 +136,8 @@ def _check_labels(labels: str | None, names: Sequence[str], *, is_chat: bool) ->
         raise ValueError(f"tokenize: labels='assistant' needs a column of conversations, found {names}")
 
 
-def _load(tokenizer: Any) -> Any:
+def load_tokenizer(tokenizer: Any) -> Any:
+    """Returns the tokenizer of a folder, or the tokenizer itself. Raises RuntimeError if it cannot be loaded."""
     if not isinstance(tokenizer, (str, os.PathLike)):
         return tokenizer
     try:

@@ -38,7 +38,7 @@ from spark_dl.training.checks import (
     clear_frames,
 )
 from spark_dl.training.finite import LOSS, NonFinite, NonFiniteSteps, NotFiniteError, StepCheck
-from spark_dl.training.optimizer_settings import RateSchedule, with_length
+from spark_dl.training.optimizer_settings import RateSchedule, total_steps, with_length
 from spark_dl.training.preemption import Preemption
 from spark_dl.training.state import Committed, RunState, Saved, TrainingProgress, seed_generators
 from spark_dl.training.step_times import StepLog, StepTimer, build_profile
@@ -74,17 +74,18 @@ def train(
     """
     run = dataclasses.replace(run, config=row_metrics.with_mode(run.spec, run.config))
     seed_generators(run.config.train.seed)  # the same weights on all ranks
-    trainable = parallelize(run.spec, world, run.config)
+    loader = build_train_loader(
+        run.train, run.spec, run.config, rank=world.data_rank, world_size=world.data_size,
+        pin=world.device.type == "cuda",
+    )  # fmt: skip
+    spec = run.spec.with_total_steps(lambda: total_steps(run.config, loader.plan.steps))
+    trainable = parallelize(spec, world, run.config)
     if run.config.faults.straggler != "none":
         from spark_dl.parallel.stragglers import delayed
 
         trainable = delayed(trainable, run.config, world.rank)
     try:
         apply_layout(trainable.modules[0], run.config)
-        loader = build_train_loader(
-            run.train, run.spec, run.config, rank=world.data_rank, world_size=world.data_size,
-            pin=world.device.type == "cuda",
-        )  # fmt: skip
         with preemption.awaited(run.config, world, on_driver=num_ranks is not None) as preempted:
             return Training(
                 run, world, trainable, loader, num_ranks=num_ranks, check_steps=check_steps, preempted=preempted
@@ -127,8 +128,7 @@ class Training:
         self.spec, self.config, self.world, self.trainable = run.spec, run.config, world, trainable
         self.loader, self.validation = loader, build_validation_loader(run, world)
         steps_per_epoch = steps_per_epoch or loader.plan.steps
-        total = self.config.train.epochs * steps_per_epoch
-        self.total_steps = min(total, self.config.train.max_steps or total)
+        self.total_steps = total_steps(self.config, steps_per_epoch)
         seed_generators(self.config.train.seed + 1 + world.seed_rank)  # different dropout on each rank
         self.losses_count = False
         """Whether losses say what their mean is over, which is known after the first step."""

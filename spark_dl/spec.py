@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -137,8 +138,8 @@ class ModelSpec:
             which return one value per row, [rows], and are averaged over all rows by weight; and classes or instances
             of `torchmetrics.Metric`, updated with (output, label), or (output, batch) if `data.label` is null.
         optimizer: called with the model, on every rank; returns an optimizer, or an `Optimization`, which also has a
-            scheduler, instead of `train.optimizer` and `train.scheduler`. `train.lr_scaling` multiplies its learning
-            rates.
+            scheduler, instead of `train.optimizer` and `train.scheduler`. If it has a parameter `total_steps`, it gets
+            the number of steps of the run. `train.lr_scaling` multiplies its learning rates.
         batch_loss: called with (model, batch) instead of `forward` and `loss`; returns the mean loss of the rows of the
             batch, one value. The batch has only true rows, so the sum of these means times their rows is exact. For a
             mean over something else, such as tokens, return `(sum of losses, number of tokens)`, or give `count`. The
@@ -183,7 +184,7 @@ class ModelSpec:
     transform: Callable[[Batch], Batch] | None = None
     augment: Callable[[Batch, torch.Generator], Batch] | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer | Optimization] | None = None
+    optimizer: Callable[..., torch.optim.Optimizer | Optimization] | None = None
     batch_loss: Callable[[nn.Module, Batch], Tensor | tuple[Tensor, Tensor | float]] | None = None
     embed: Callable[[nn.Module, Batch], Any] | None = None
     global_loss: Callable[[Any], Tensor] | None = None
@@ -232,6 +233,12 @@ class ModelSpec:
 
         fields = spec_fields(module, batch=batch, ignore_hooks=ignore_hooks, count=functions.get("count"))
         return cls(**fields, **functions)
+
+    def with_total_steps(self, total_steps: Callable[[], int]) -> ModelSpec:
+        """Returns the spec whose `optimizer` gets the number of steps of the run, if it asks for it."""
+        if self.optimizer is None or "total_steps" not in inspect.signature(self.optimizer).parameters:
+            return self
+        return dataclasses.replace(self, optimizer=functools.partial(self.optimizer, total_steps=total_steps()))
 
     def __post_init__(self) -> None:
         for name in FUNCTIONS:

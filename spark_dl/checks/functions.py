@@ -20,7 +20,7 @@ from spark_dl.parallel.trainable import build_optimization, sample_optimizer
 from spark_dl.rundir.checkpoint import Saved, shapes_of
 from spark_dl.scoring.outputs import Squeezed
 from spark_dl.spec import ModelSpec
-from spark_dl.training.optimizer_settings import RateSchedule, check_classes, classes_of, with_length
+from spark_dl.training.optimizer_settings import RateSchedule, check_classes, classes_of, total_steps, with_length
 
 _DEFAULTS = Train()
 
@@ -138,7 +138,8 @@ def check_training(spec: ModelSpec, train: ShardSet | Mixture, config: Config, s
         if saved is not None:
             _check_shapes(shapes, saved)
         try:
-            optimization = build_optimization(spec, model, config, config.launch.num_ranks)
+            of_run = spec.with_total_steps(lambda: total_steps(config, _steps_per_epoch(spec, train, config)))
+            optimization = build_optimization(of_run, model, config, config.launch.num_ranks)
             schedule = RateSchedule(optimization.optimizer, with_length(config, 1, 1), own=optimization)
         except Exception:
             return
@@ -162,12 +163,16 @@ def _check_shapes(shapes: dict[str, list[int]], saved: Saved) -> None:
         )
 
 
+def _steps_per_epoch(spec: ModelSpec, train: ShardSet | Mixture, config: Config) -> int:
+    return build_train_loader(train, spec, config, rank=0, world_size=config.data_size).plan.steps
+
+
 def _check_length(schedule: RateSchedule, spec: ModelSpec, train: ShardSet | Mixture, config: Config) -> None:
     """Raises ValueError for a OneCycleLR of fewer steps than the run has."""
     if not isinstance(schedule.scheduler, OneCycleLR):
         return
-    steps = build_train_loader(train, spec, config, rank=0, world_size=config.data_size).plan.steps
-    total = min(config.train.epochs * steps, config.train.max_steps or config.train.epochs * steps)
+    steps = _steps_per_epoch(spec, train, config)
+    total = total_steps(config, steps)
     needed, found = schedule.calls(total, steps), schedule.scheduler.total_steps
     if needed > found:
         key = "train.scheduler_args" if spec.optimizer is None else "spec.optimizer"

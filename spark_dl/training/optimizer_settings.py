@@ -44,6 +44,12 @@ _LENGTH_OF = {"CosineAnnealingLR": "T_max", "OneCycleLR": "total_steps"}
 """Arguments without a default that are the length of a run."""
 
 
+def total_steps(config: Config, steps_per_epoch: int) -> int:
+    """Returns the number of steps of a run."""
+    total = config.train.epochs * steps_per_epoch
+    return min(total, config.train.max_steps or total)
+
+
 def with_length(config: Config, total_steps: int, steps_per_epoch: int) -> Config:
     """Returns the settings with the length of the run in the arguments of the scheduler, where they ask for it.
 

@@ -19,6 +19,7 @@ from spark_dl import CombinedOptimizer, Mesh, ModelSpec, Optimization
 from spark_dl.data.load.build import build_loader
 from spark_dl.rundir import checkpoint
 from spark_dl.rundir.checkpoint import load_weights
+from spark_dl.rundir.metrics import read_metrics
 from tests.builders.models import build_mlp, same_bits, small_config
 from tests.ranks.launcher import RankFailed
 from tests.ranks.runs import assert_same_to_the_bit, cut_at, make_run, on_ranks, resume, train, train_rank
@@ -384,3 +385,19 @@ def test_several_optimizers_train_as_a_plain_loop_and_resume_to_the_bit(tmp_path
         expected = plain_steps(tmp_path, settings, of_settings)
     for name, value in weights(whole).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def to_zero(model, total_steps):
+    optimizer = SGD(model.parameters(), lr=1.0)
+    schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total_steps)
+    return Optimization(optimizer=optimizer, scheduler=schedule, interval="step")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_optimizer_that_asks_for_the_steps_of_the_run_gets_them(tmp_path, num_ranks):
+    run = make_run(
+        tmp_path, config(num_ranks, train={"log_every": 1}), spec=ModelSpec(build=build_mlp, optimizer=to_zero)
+    )
+    train(run)
+    rates = [line["lr"] for line in read_metrics(run.run_dir) if line["kind"] == "step"]
+    assert rates == pytest.approx([1 - step / LAST for step in range(LAST)])

@@ -135,6 +135,9 @@ def test_B27_columns_that_cannot_be_tokenized_or_packed_are_named(spark, texts, 
     fails("'completion' needs two columns", tokenize, texts, "text", tokenizer(), labels="completion")
     fails("'all' needs one column", tokenize, texts, ["text", "answer"], tokenizer(), labels="all")
     fails("'assistant' needs a column of conv", tokenize, texts, "text", tokenizer(), labels="assistant")
+    fails(
+        "has the column 'num_tokens' already", tokenize, texts.withColumnRenamed("n", "num_tokens"), "text", tokenizer()
+    )
     fails("expected max_length >= 1 .*found 0", tokenize, texts, "text", tokenizer(), max_length=0)
     fails("tokenizer '.*none' cannot be loaded: .*a folder on the driver", tokenize, texts, "text", tmp_path / "none")
     forgets = tokenize(spark.sql(CHATS), "chat", tokenizer(chat_template=FORGETS), labels="assistant")
@@ -143,6 +146,8 @@ def test_B27_columns_that_cannot_be_tokenized_or_packed_are_named(spark, texts, 
     fails("pack_rows: there is no column 'input_ids'", pack, texts, 8)
     fails("expected an array of numbers in 'text', found string", pack, texts, 8, tokens="text")
     fails("expected length >= 1, found 0", pack, texts, 0)
+    made = spark.sql("SELECT array(1) AS input_ids, array(0) AS position_ids")
+    fails("'position_ids' is made, found it among columns", pack, made, 4, columns=["position_ids"])
     arrays = spark.sql("SELECT array(1, 2, 3) AS input_ids, array(1, 2) AS labels")
     with pytest.raises(Exception, match="found a text of 3 tokens, expected at most length=2; cut or drop"):
         pack(arrays.drop("labels"), 2).collect()

@@ -22,7 +22,7 @@ Labels = Literal["all", "completion", "assistant"]
 TooLong = Literal["error", "truncate", "drop"]
 _SHOWN = 60
 _ROWS_AT_ONCE = 10_000
-_GROUP, _ORDER = "spark_dl_group", "spark_dl_order"
+_MADE, _GROUP, _ORDER = "spark_dl_tokens", "spark_dl_group", "spark_dl_order"
 
 
 def tokenize(
@@ -54,8 +54,9 @@ def tokenize(
             `num_tokens` says how many they are: `tokens.where("num_tokens > 512").count()`.
 
     Raises:
-        ValueError: For columns that are not there or have another type, and for labels that do not fit them. While the
-            DataFrame is computed, Spark raises the ValueError of a row that is too long, with the start of its text.
+        ValueError: For columns that are not there or have another type, for labels that do not fit them, and for a
+            DataFrame that has a column of a name that is added. While the DataFrame is computed, Spark raises the
+            ValueError of a row that is too long, with the start of its text.
         RuntimeError: If transformers is not installed, or the folder is not that of a tokenizer.
 
     Example:
@@ -80,6 +81,8 @@ def tokenize(
         )
     tokenizer = load_tokenizer(tokenizer)
     made = _Tokens(tokenizer, labels, max_length, too_long, is_chat, len(names))
+    if taken := [name for name in (*made.arrays, "num_tokens") if name in df.columns]:
+        raise ValueError(f"tokenize: the DataFrame has the column {taken[0]!r} already; rename it, or drop it")
     fields = [f"{name} array<int>" for name in made.arrays]
 
     def of_one(texts: Any) -> Any:
@@ -96,10 +99,7 @@ def tokenize(
     call = F.pandas_udf(of_two if len(names) == 2 else of_one, types)
     if too_long == "drop":  # or Spark would compute the tokens once to filter, and once more
         call = call.asNondeterministic()
-    rows = df.select("*", call(*cells).alias(_ORDER))
-    rows = rows.select(
-        *(_quoted(name) for name in df.columns if name not in (*made.arrays, "num_tokens")), f"{_ORDER}.*"
-    )
+    rows = df.select("*", call(*cells).alias(_MADE)).select(*map(_quoted, df.columns), f"{_MADE}.*")
     if too_long == "drop" and max_length is not None:
         rows = rows.where(F.col("num_tokens").isNull() | (F.col("num_tokens") <= max_length))
     return rows
@@ -288,6 +288,8 @@ def pack_rows(
             raise ValueError(f"pack_rows: there is no column {name!r}{suggestion(name, df.columns)}")
         if not fields[name].startswith("array<") or fields[name].count("<") > 1:
             raise ValueError(f"pack_rows: expected an array of numbers in {name!r}, found {fields[name]}")
+    if taken := [name for name in ("position_ids", "num_documents") if name in arrays]:
+        raise ValueError(f"pack_rows: the column {taken[0]!r} is made, found it among columns; leave it out")
     texts = df.select(*map(_quoted, arrays)).where(F.size(_quoted(tokens)) > 0)
     groups = max(1, round(texts.count() / _ROWS_AT_ONCE))
     cells = list(map(_quoted, arrays))

@@ -10,6 +10,7 @@ import random
 import signal
 import threading
 import time
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import spark_dl
-from spark_dl import ModelSpec, RankError, worker
+from spark_dl import Hooks, ModelSpec, RankError, worker
 from spark_dl.baselines.driver_loop import gradient_sum
 from spark_dl.baselines.driver_loop.gradient_sum import only_gradients
 from spark_dl.config import strategies
@@ -63,7 +64,9 @@ def assert_same_training(spark, tmp_path, config, rows=245):
 @pytest.mark.sampled(2)
 @pytest.mark.modes("local")
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
-@pytest.mark.parametrize("name", ["class weights", "tags", "losses and weights", "sum and count", "GPT-2", "groups"])
+@pytest.mark.parametrize(
+    "name", ["class weights", "tags", "losses and weights", "sum and count", "GPT-2", "packs", "groups"]
+)
 def test_the_mean_is_over_what_the_loss_says(spark, tmp_path, name, accumulation_steps):
     train = {"accumulation_steps": accumulation_steps, "epochs": 1}
     config = means.config_of(name, 2, train, parallel=parallel("tree_reduce"))
@@ -139,6 +142,31 @@ def test_same_as_one_process(spark, tmp_path, strategy, num_ranks):
     assert (split.compute > 0).all()
     parts = split.data + split.compute + split.communication + split.wait
     assert parts == pytest.approx(np.repeat(split.seconds[:, None], num_ranks, axis=1), rel=0.01, abs=1e-3)
+
+
+class Counter(Hooks):
+    steps: ClassVar[list[int]] = []
+
+    def after_step(self, step):
+        self.steps.append(step.position.global_step)
+
+
+def to_zero(model, total_steps):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total_steps)
+    return spark_dl.Optimization(optimizer=optimizer, scheduler=schedule, interval="step")
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_hooks_are_called_on_the_driver_whose_optimizer_gets_the_steps_of_the_run(spark, tmp_path):
+    spec = ModelSpec(build=build_mlp, hooks=Counter, optimizer=to_zero)
+    run = make_run(tmp_path, config_of("tree_reduce", 2, train={"log_every": 1, "max_steps": 5}), spec=spec)
+    Counter.steps.clear()
+    train_from_driver(spark, run)
+    assert Counter.steps == [1, 2, 3, 4, 5]
+    rates = [line["lr"] for line in read_metrics(run.run_dir) if line["kind"] == "step"]
+    assert rates == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
 
 
 @pytest.mark.sampled(1)

@@ -12,6 +12,7 @@ executor. Otherwise the last bits of a sum of three or more depend on which shuf
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import platform
 import re
@@ -43,7 +44,7 @@ from spark_dl.parallel.exchange_clock import Seconds
 from spark_dl.parallel.loss import Count
 from spark_dl.parallel.trainable import Scaler, Trainable, build_optimization
 from spark_dl.spark_job import describe, is_connect
-from spark_dl.spec import Batch, ModelSpec, Run
+from spark_dl.spec import Batch, Run
 from spark_dl.training.finite import NotFiniteError
 from spark_dl.world import World
 
@@ -79,7 +80,7 @@ def train(
         return loop.train(
             run,
             world,
-            lambda spec, world, config: _parallelize(spark, run, spec, aggregate),
+            lambda spec, world, config: _parallelize(spark, dataclasses.replace(run, spec=spec), aggregate),
             build_train_loader=_build_places,
             num_ranks=run.config.launch.num_ranks,
         )
@@ -94,11 +95,11 @@ def check(spark: Any, config: Config) -> None:
         )
 
 
-def _parallelize(spark: SparkSession, run: Run, spec: ModelSpec, aggregate: Aggregate) -> Trainable:
+def _parallelize(spark: SparkSession, run: Run, aggregate: Aggregate) -> Trainable:
     config = run.config
-    model = spec.build_to_train()
+    model = run.spec.build_to_train()
     gradient_sum.check_real(model)
-    optimization = build_optimization(spec, model, config, config.launch.num_ranks)
+    optimization = build_optimization(run.spec, model, config, config.launch.num_ranks)
     parameters, buffers = gradient_sum.trained(model), list(model.buffers())
     scaler = Scaler(optimization.optimizer, config, torch.device("cpu"))
     jobs, clock = _Jobs(spark, run, aggregate), _TaskClock(config.launch.num_ranks)

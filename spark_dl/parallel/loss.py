@@ -434,8 +434,13 @@ def _loss_sum(spec: ModelSpec, output: Output, batch: Batch, config: Config) -> 
 
 def autocast(batch: Batch, config: Config) -> contextlib.AbstractContextManager[Any]:
     """Returns the context of `train.precision` for computations with a batch."""
-    dtype = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.train.precision]
-    return torch.autocast(batch["weight"].device.type, dtype=dtype) if dtype else contextlib.nullcontext()
+    return autocast_to(config.train.precision, batch["weight"].device)
+
+
+def autocast_to(precision: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Returns the context of a precision for computations on a device."""
+    dtype = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    return torch.autocast(device.type, dtype=dtype) if dtype else contextlib.nullcontext()
 
 
 def _batch_loss_sum(

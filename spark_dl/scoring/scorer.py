@@ -26,7 +26,7 @@ from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.write.shards import first_row_columns
 from spark_dl.evaluate import load_model
 from spark_dl.inputs import as_source, as_written, shards_of
-from spark_dl.parallel.loss import EvaluationMode
+from spark_dl.parallel.loss import EvaluationMode, autocast_to
 from spark_dl.rundir import checkpoint
 from spark_dl.scoring import saved_model
 from spark_dl.spec import Batch, ModelSpec, check_rows
@@ -143,7 +143,14 @@ class Scorer:
     ) -> Mapping[str, Tensor]:
         """Computes the new columns of a batch. # returns each (rows, ...), on the CPU"""
         on_device = {name: tensor.to(device) for name, tensor in batch.items()}
-        added = EvaluationMode()(lambda: self.spec.predictions(self.spec.output(model, on_device, self.config.inputs)))
+        precision = self.config.loader.predict_precision
+
+        def compute() -> Mapping[str, Tensor]:
+            with autocast_to(precision, torch.device(device)):
+                output = self.spec.output(model, on_device, self.config.inputs)
+            return self.spec.predictions(output)
+
+        added = EvaluationMode()(compute)
         check_rows(added, rows)
         return {name: _storable(name, value.detach()).cpu() for name, value in added.items()}
 

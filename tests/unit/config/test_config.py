@@ -110,6 +110,7 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
     (Loader, "loader.reader_threads", [0, -1, 2.0, None]),
     (Loader, "loader.prefetch_batches", [0, -1, 2.0, None]),
     (Loader, "loader.ragged", ["padded", None, True]),
+    (Loader, "loader.predict_precision", ["bfloat16", "", None, 16]),
     (Loader, "loader.rows_at_once", [0, -1, 2.0, "8", True]),
     (Loader, "loader.group_by_length", [0, 1, "tokens", None]),
     (Loader, "loader.max_tokens", [0, -1, 2.0, "8", True], [{"max_tokens": 8, "ragged": "offsets"}]),

@@ -16,6 +16,7 @@ from tests.builders.settings import make_config
 MAY_CHANGE = {
     "shards.store", "shards.trusted_writers", "shards.cache_dir", "shards.cache_mib",
     "loader.reader_threads", "loader.prefetch_batches", "loader.rows_at_once",
+    "loader.predict_precision",
     "train.epochs", "train.max_steps", "train.metrics", "train.early_stop_metric", "train.early_stop_mode",
     "train.early_stop_patience", "train.early_stop_min_delta", "train.log_every",
     "train.validate_every_steps", "train.ema_decay", "train.swa_start",

@@ -319,3 +319,22 @@ def test_a_model_is_saved_with_a_checkpoint_or_with_settings_and_rows(save, tmp_
         with pytest.raises(ValueError, match="config, data: expected only without a checkpoint, which has its own"):
             save_model(tmp_path / "m", SPEC, url, **options)
     assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
+def test_predictions_are_float32_of_a_model_that_computes_in_another_precision(precision):
+    seen = []
+
+    def forward(model, batch):
+        output = model(batch["features"])
+        seen.append(output.dtype)
+        return output
+
+    config = dataclasses.replace(CONFIG, loader=Loader(predict_precision=precision))
+    spec = ModelSpec(build=build_mlp, forward=forward)
+    scorer = Scorer(spec=spec, config=config, columns=(COLUMN,), url="", sha256="")
+    rows = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
+    found = scorer.outputs(scorer.load(), [rows], "cpu")["prediction"]
+    assert {*seen} == {{"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]}
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, scorer.load()(torch.from_numpy(rows)).detach(), rtol=0.02, atol=0.02)

@@ -32,7 +32,7 @@ class StepInfo:
     divided by `count`, is the loss of the step. None before the forward pass, and around validations and checkpoints.
     """
     count: float | Tensor | None = None
-    """What the mean loss of the global batch is over: its rows, tokens or weights. None as `loss_sum`."""
+    """What the mean loss of the global batch is over: its rows, tokens or weights. None where `loss_sum` is None."""
 
     def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
         """Returns a generator of random numbers of this step, the same on all ranks and after a resume."""

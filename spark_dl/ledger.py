@@ -12,7 +12,7 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -38,6 +38,7 @@ from spark_dl.launch.session import find_session
 from spark_dl.parallel.loss import autocast, loss_and_count, row_losses, select_rows
 from spark_dl.rundir import checkpoint, environment
 from spark_dl.rundir.metrics import read_metrics
+from spark_dl.spark_job import quoted
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -85,7 +86,7 @@ def ledger(
     losses = {line["step"]: line["loss"] for line in read_metrics(run.run_dir) if line["kind"] == "step"}
     logged = spark.createDataFrame(sorted(losses.items()) or [(0, 0.0)], "global_step long, logged_loss double")
     lines = lines.join(logged, "global_step", "left")
-    return lines.select(*(name.split()[0] for name in _SCHEMA.split(", ")), "logged_loss", *map(_quoted, columns))
+    return lines.select(*(name.split()[0] for name in _SCHEMA.split(", ")), "logged_loss", *map(quoted, columns))
 
 
 def why(
@@ -131,7 +132,8 @@ def why(
     loader = build_loader(
         run.data, config, rank=0, world_size=1, split="train", prepare=spec.prepare_in_loader(config.train.seed)
     )
-    plan = run.loader("").plan
+    assert isinstance(loader, ShardLoader)
+    plan = loader.plan
     epoch, at = divmod(step - 1, plan.steps)
     with contextlib.closing(loader.epoch(epoch, at)) as steps:
         (batch,) = next(steps).micro_batches
@@ -140,7 +142,7 @@ def why(
     of_streams = [places_of_stream(stream, first, min(stop, stream.rows)) for stream in streams]
     is_true = np.arange(plan.stream_batch) < np.array([[len(places)] for places in of_streams])
     losses = _losses(spec, load_model(spec, saved.url), batch, config)[is_true.reshape(-1)]
-    shard, row = _files_of(run.data, run.loader("").of_dataset(np.concatenate(of_streams)))
+    shard, row = _files_of(run.data, loader.of_dataset(np.concatenate(of_streams)))
     names, weights = run.data.shards.column("name"), batch["weight"].numpy()[is_true.reshape(-1)]
     lines = [
         (float(loss), float(weight), names[s], int(r))
@@ -150,7 +152,7 @@ def why(
     if columns:
         found = found.join(_read_columns(spark, run, columns).drop("dataset"), ["file", "row"])
     order = found["loss"].desc_nulls_last()
-    return found.select("loss", "weight", "file", "row", *map(_quoted, columns)).orderBy(order, "file", "row")
+    return found.select("loss", "weight", "file", "row", *map(quoted, columns)).orderBy(order, "file", "row")
 
 
 def _losses(spec: ModelSpec, model: nn.Module, batch: Batch, config: Config) -> Array:
@@ -167,7 +169,7 @@ def _losses(spec: ModelSpec, model: nn.Module, batch: Batch, config: Config) -> 
 
 @dataclass(frozen=True)
 class _Run:
-    """What is known about a run that has trained."""
+    """A run that has trained, as its folder describes it."""
 
     run_dir: str
     config: Config
@@ -178,16 +180,15 @@ class _Run:
     def datasets(self) -> Mapping[str, ShardSet]:
         return self.data.datasets if isinstance(self.data, Mixture) else {"": self.data}
 
-    def config_of(self, dataset: str) -> Config:
-        """Returns the settings with the share of a dataset in a global batch."""
-        return dataset_configs(self.config)[dataset] if dataset else self.config
-
-    def loader(self, dataset: str) -> ShardLoader:
-        """Returns a loader of all streams of a dataset."""
-        return ShardLoader(
-            self.datasets[dataset], self.config_of(dataset), rank=0, world_size=1, split="train",
-            num_datasets=len(self.datasets),
-        )  # fmt: skip
+    def loaders(self) -> tuple[int, dict[str, tuple[ShardLoader, int]]]:
+        """Returns the steps of an epoch, and for each dataset a loader of all streams, and how many of its own steps
+        are between the starts of two epochs."""
+        loader = build_loader(self.data, self.config, rank=0, world_size=1, split="train")
+        if isinstance(loader, MixedLoader):
+            by_dataset = {name: (each, loader.plan.per_epoch(each.plan)) for name, each in loader.loaders.items()}
+            return loader.plan.steps, by_dataset
+        assert isinstance(loader, ShardLoader)
+        return loader.plan.steps, {"": (loader, loader.plan.steps)}
 
 
 @dataclass(frozen=True)
@@ -213,13 +214,8 @@ def _open(run_dir: str | os.PathLike[str]) -> _Run:
         if is_set:
             raise ValueError(f"ledger: not known for a run with {key}, {why}")
     attempts, _ = environment.read(url)
-    found = [attempt.driver or attempt.ranks for attempt in attempts]
-    urls = {
-        name.partition(": ")[2]: about["url"]
-        for record in found[-1:]
-        for name, about in record.get("datasets", {}).items()
-        if name.split(":")[0] == "train"
-    }
+    datasets = (attempts[-1].driver or attempts[-1].ranks).get("datasets", {}) if attempts else {}
+    urls = {name.partition(": ")[2]: about["url"] for name, about in datasets.items() if name.split(":")[0] == "train"}
     if not urls:
         raise ValueError(f"ledger: {url} does not say which dataset it was trained on (environment/)")
     configs = dataset_configs(config) if "" not in urls else {"": config}
@@ -254,39 +250,26 @@ def _check_columns(run: _Run, columns: Sequence[str]) -> None:
             )
 
 
-def _steps_of(run: _Run) -> tuple[int, dict[str, tuple[int, int]]]:
-    """Returns the steps of an epoch, and for each dataset its own steps, and how many of them an epoch begins after."""
-    loaders = {name: run.loader(name) for name in run.datasets}
-    plans = {name: loader.plan for name, loader in loaders.items()}
-    if "" in plans:
-        steps = plans[""].steps
-        return steps, {"": (steps, steps)}
-    mixed = MixedLoader(run.data, run.config, rank=0, world_size=1, split="train").plan  # type: ignore[arg-type]
-    return mixed.steps, {name: (plan.steps, mixed.per_epoch(plan)) for name, plan in plans.items()}
-
-
 def _parts(run: _Run) -> Iterator[_Part]:
-    steps, of_dataset = _steps_of(run)
+    steps, loaders = run.loaders()
     last_epoch, last = divmod(run.last_step - 1, steps)
-    for name, (own, per_epoch) in of_dataset.items():
-        passes = (last_epoch * per_epoch + last) // own + 1
+    for name, (loader, per_epoch) in loaders.items():
+        passes = (last_epoch * per_epoch + last) // loader.plan.steps + 1
         for number, stream in itertools.product(range(passes), range(run.config.loader.num_streams)):
             yield _Part(name, number, stream)
 
 
 def _lines(run: _Run, parts: Sequence[_Part], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Yields the lines of some parts. Called in Spark tasks. batches: with their numbers, in the column id"""
-    steps, of_dataset = _steps_of(run)
-    loaders = {name: run.loader(name) for name in run.datasets}
+    steps, loaders = run.loaders()
     for batch in batches:
         for number in batch.column(0).to_pylist():
             part = parts[number]
-            loader, shards = loaders[part.dataset], run.datasets[part.dataset]
-            own_steps, per_epoch = of_dataset[part.dataset]
+            (loader, per_epoch), shards = loaders[part.dataset], run.datasets[part.dataset]
             (stream,) = loader.plan.streams(part.number, range(part.stream, part.stream + 1))
             places = loader.of_dataset(places_of_stream(stream, 0, stream.rows))
-            own = np.arange(len(places)) // loader.plan.stream_batch
-            epoch, step = np.divmod(part.number * own_steps + own, per_epoch)
+            of_pass = np.arange(len(places)) // loader.plan.stream_batch
+            epoch, step = np.divmod(part.number * loader.plan.steps + of_pass, per_epoch)
             global_step = epoch * steps + step + 1
             used = (step < steps) & (global_step <= run.last_step)
             shard, row = _files_of(shards, places[used])
@@ -329,9 +312,3 @@ def _read_columns(spark: SparkSession, run: _Run, columns: Sequence[str]) -> Dat
                         first += n
 
     return spark.range(0, len(files), 1, min(len(files), _MOST_TASKS)).mapInArrow(read, from_arrow_schema(types))
-
-
-def _quoted(name: str) -> Any:
-    from pyspark.sql import functions as F
-
-    return F.col("`" + name.replace("`", "``") + "`")

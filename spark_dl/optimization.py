@@ -74,7 +74,8 @@ class CombinedOptimizer(Optimizer):
         optimizers: at least one; no two of them have a parameter in common.
 
     Raises:
-        ValueError: For something else than optimizers that take one gradient per step, and for a parameter of two.
+        ValueError: For something else than optimizers that take one gradient per step, and if two of them have the
+            same parameter.
 
     Example:
         >>> def build_optimizers(model):
@@ -99,13 +100,13 @@ class CombinedOptimizer(Optimizer):
         super().__init__([group for optimizer in self.optimizers for group in optimizer.param_groups], {})
         for optimizer in self.optimizers:
             self.state.update(optimizer.state)
-        self._counts = [len(optimizer.param_groups) for optimizer in self.optimizers]
         self._share()
 
     def _share(self) -> None:
         """Gives each optimizer its groups, and the state, which are then the same objects as those of this one."""
         first = 0
-        for optimizer, count in zip(self.optimizers, self._counts, strict=True):
+        for optimizer in self.optimizers:
+            count = len(optimizer.param_groups)
             optimizer.param_groups, optimizer.state = self.param_groups[first : first + count], self.state
             first += count
 

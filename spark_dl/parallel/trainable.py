@@ -30,7 +30,7 @@ from spark_dl.parallel.modules import plain_name, to_device
 from spark_dl.spec import Batch, ModelSpec, NumberedBatch, Output
 
 if TYPE_CHECKING:
-    from spark_dl.config import Config, Train
+    from spark_dl.config import Config
     from spark_dl.parallel.mesh.state import MeshState
 
 
@@ -222,43 +222,38 @@ def build_optimizer(model: nn.Module, config: Config, world_size: int) -> torch.
                 f"train.param_groups[{i}].match: found no parameter to train with {pattern!r} in its name that is in "
                 f"no group before; the names are {listed([name for name, _ in named])}"
             )
-    return optimizer_of_groups(config, members, lr_factor(config, world_size))
+    return _optimizer_of_groups(config, world_size, members)
 
 
-def optimizer_of_groups(
-    config: Config, members: Sequence[Sequence[nn.Parameter]], lr_factor: float
+def _optimizer_of_groups(
+    config: Config, world_size: int, members: Sequence[Sequence[nn.Parameter]]
 ) -> torch.optim.Optimizer:
     """Builds an optimizer of groups of parameters. Raises ValueError if an optimizer does not take its arguments.
 
     Args:
         members: the parameters of each of `train.param_groups`, and at the end those of none of them.
     """
-    train = config.train
-    groups: dict[str, list[dict[str, Any]]] = {}
+    train, factor = config.train, lr_factor(config, world_size)
+    built: dict[str, torch.optim.Optimizer] = {}
     for i, (settings, parameters) in enumerate(zip([*train.param_groups, {}], members, strict=True)):
         if not parameters:  # all are in groups
             continue
         name = settings.get("optimizer", train.optimizer)
-        lr = settings.get("lr", train.lr) * lr_factor
+        shared = train.optimizer_args if name == train.optimizer else {}
         args = {key: value for key, value in settings.items() if key not in ("match", "optimizer", "lr")}
-        try:  # by itself, so that an error names the group
-            getattr(torch.optim, name)(
-                [nn.Parameter(p.detach()) for p in parameters], lr=lr, **{**_shared(train, name), **args}
+        try:
+            of_group: torch.optim.Optimizer = getattr(torch.optim, name)(
+                parameters, lr=settings.get("lr", train.lr) * factor, **{**shared, **args}
             )
         except (TypeError, ValueError) as error:
             key = f"train.param_groups[{i}]" if settings else "train.optimizer_args"
             raise ValueError(f"{key}: {name} does not take {settings or train.optimizer_args}: {error}") from error
-        groups.setdefault(name, []).append({"params": list(parameters), "lr": lr, **args})
-    built: list[torch.optim.Optimizer] = [
-        getattr(torch.optim, name)(of_class, lr=train.lr * lr_factor, **_shared(train, name))
-        for name, of_class in groups.items()
-    ]
-    return built[0] if len(built) == 1 else CombinedOptimizer(built)
-
-
-def _shared(train: Train, name: str) -> dict[str, Any]:
-    """Returns the arguments that all groups of a class of optimizers have."""
-    return train.optimizer_args if name == train.optimizer else {}
+        first = built.setdefault(name, of_group)
+        if first is not of_group:
+            first.add_param_group(of_group.param_groups[0])
+            first.state.update(of_group.state)  # that of Adagrad is made with the optimizer
+    optimizers = list(built.values())
+    return optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(optimizers)
 
 
 def sample_optimizer(config: Config, world_size: int) -> torch.optim.Optimizer:
@@ -267,7 +262,7 @@ def sample_optimizer(config: Config, world_size: int) -> torch.optim.Optimizer:
     Raises ValueError as `build_optimizer` does for arguments. Called on the driver.
     """
     members = [[nn.Parameter(torch.zeros(2, 2))] for _ in (*config.train.param_groups, None)]
-    return optimizer_of_groups(config, members, lr_factor(config, world_size))
+    return _optimizer_of_groups(config, world_size, members)
 
 
 def lr_factor(config: Config, world_size: int) -> float:

@@ -255,3 +255,14 @@ def test_the_driver_tries_the_arguments_of_groups_before_ranks_start():
     with pytest.raises(ValueError, match=r"train.param_groups\[1\]: SGD does not take .*'betas'"):
         check_optimization(Config(train=Train(param_groups=(NORMS, {"match": "0", "betas": [0, 1]}))))
     check_optimization(Config(train=Train(param_groups=(NORMS, {"match": "0", "optimizer": "Muon"}))))
+
+
+def test_groups_of_one_optimizer_have_the_state_that_it_is_built_with():
+    groups = ({"match": "bias", "lr": 0.1}, {"match": "^1", "initial_accumulator_value": 2.0})
+    model, optimizer = of_settings(optimizer="Adagrad", lr=0.01, param_groups=groups)
+    set_gradients(model, 0)
+    optimizer.step()
+    assert [group["initial_accumulator_value"] for group in optimizer.param_groups] == [0, 2.0, 0]
+    named = dict(model.named_parameters())
+    assert float(optimizer.state[named["1.weight"]]["sum"].min()) >= 2.0
+    assert len(optimizer.state) == 6

@@ -153,13 +153,13 @@ class MixedLoader:
     ):
         self.columns = mixture.select(config.data.columns)
         configs = dataset_configs(config)
-        self._loaders = {
+        self.loaders = {
             name: ShardLoader(mixture.datasets[name], share, rank=rank, num_datasets=len(configs), **options)
             for name, share in configs.items()
         }
         size = config.loader.epoch_size
         self.plan = MixedPlan(
-            tuple(loader.plan for loader in self._loaders.values()),
+            tuple(loader.plan for loader in self.loaders.values()),
             None if size is None else -(-size // config.train.global_batch_size),
         )
         self._rank = rank
@@ -175,13 +175,13 @@ class MixedLoader:
         """Yields the steps of an epoch, from `start_step` on. Prefetching stops when the iterator is closed."""
         room = PrefetchBudget(self._ready_bytes)
         return read_ahead(
-            self._batches(epoch, start_step, room), min(loader.prefetch for loader in self._loaders.values()), room
+            self._batches(epoch, start_step, room), min(loader.prefetch for loader in self.loaders.values()), room
         )
 
     def name_rows(self, epoch: int, step: int) -> str:
         """Names the rows of this rank in a step, of each dataset, for messages."""
         named = []
-        for name, loader in self._loaders.items():
+        for name, loader in self.loaders.items():
             number, own_step = self.plan.place(loader.plan, epoch, step)
             named.append(f"of the dataset {name!r}: {loader.name_rows(number, own_step)}")
         return "; ".join(named)
@@ -190,7 +190,7 @@ class MixedLoader:
         with contextlib.ExitStack() as stack:
             sources = [
                 stack.enter_context(contextlib.closing(self._endless(loader, epoch, start_step)))
-                for loader in self._loaders.values()
+                for loader in self.loaders.values()
             ]
             for step in range(start_step, self.plan.steps):
                 parts, key = [next(source) for source in sources], (epoch, step, self._rank)

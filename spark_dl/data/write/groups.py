@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spark_dl.config.checks import suggestion
+from spark_dl.spark_job import quoted
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -51,11 +52,8 @@ def group_rows(df: DataFrame, by: str | Sequence[str], *, order_by: str | Sequen
             )
     vectors = {field.name for field in df.schema.fields if type(field.dataType).__name__ == "VectorUDT"}
 
-    def quoted(name: str) -> Any:
-        return F.col("`" + name.replace("`", "``") + "`")
-
     def value(name: str) -> Any:
-        return vector_to_array(quoted(name)) if name in vectors else quoted(name)
+        return vector_to_array(F.col(quoted(name))) if name in vectors else F.col(quoted(name))
 
     def entry(i: int) -> Callable[[Any], Any]:
         return lambda row: row[f"c{i}"]

@@ -12,6 +12,7 @@ import numpy as np
 
 from spark_dl.config.checks import suggestion
 from spark_dl.data.columns.ragged import Array, Ints
+from spark_dl.spark_job import quoted
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -94,12 +95,12 @@ def tokenize(
     # The functions get their hints as objects, from which Spark tells their kind.
     of_one.__annotations__ = {"texts": pd.Series, "return": pd.DataFrame}
     of_two.__annotations__ = {"first": pd.Series, "second": pd.Series, "return": pd.DataFrame}
-    cells = [F.to_json(_quoted(name)) if is_chat else _quoted(name) for name in names]
+    cells = [F.to_json(F.col(quoted(name))) if is_chat else F.col(quoted(name)) for name in names]
     types = ", ".join([*fields, "num_tokens int"])
     call = F.pandas_udf(of_two if len(names) == 2 else of_one, types)
     if too_long == "drop":  # or Spark would compute the tokens once to filter, and once more
         call = call.asNondeterministic()
-    rows = df.select("*", call(*cells).alias(_MADE)).select(*map(_quoted, df.columns), f"{_MADE}.*")
+    rows = df.select("*", call(*cells).alias(_MADE)).select(*map(quoted, df.columns), f"{_MADE}.*")
     if too_long == "drop" and max_length is not None:
         rows = rows.where(F.col("num_tokens").isNull() | (F.col("num_tokens") <= max_length))
     return rows
@@ -187,15 +188,19 @@ class _Tokens:
                 zip(*rows, strict=True), ({}, {"add_special_tokens": False}), strict=False
             )]  # fmt: skip
             return [self._prompt(*ids) for ids in zip(*parts, strict=True)]
-        made = self._tokenizer(*map(list, zip(*rows, strict=True)), verbose=False)
-        pairs = zip(*(made[name] for name in self.arrays), strict=True)
-        found = [{**dict(zip(self.arrays, arrays, strict=True)), "num_tokens": len(arrays[0])} for arrays in pairs]
-        if self._cuts_itself:  # which keeps the special tokens at the end
-            cut = self._tokenizer(
-                *map(list, zip(*rows, strict=True)), truncation=True, max_length=self._max_length, verbose=False
-            )
-            found = [{**row, **{name: cut[name][i] for name in self.arrays}} for i, row in enumerate(found)]
-        return found
+        made = self._arrays(rows)
+        for row in made:
+            row["num_tokens"] = len(row["input_ids"])
+        long = [i for i, row in enumerate(made) if self._cuts_itself and row["num_tokens"] > self._max_length]
+        cut = self._arrays([rows[i] for i in long], truncation=True, max_length=self._max_length) if long else []
+        for i, arrays in zip(long, cut, strict=True):  # which have the special tokens at their end
+            made[i] |= arrays
+        return made
+
+    def _arrays(self, rows: Sequence[tuple[str, ...]], **kwargs: Any) -> list[dict[str, Any]]:
+        """Returns what the tokenizer makes of texts, or of pairs of texts."""
+        made = self._tokenizer(*map(list, zip(*rows, strict=True)), verbose=False, **kwargs)
+        return [{name: made[name][i] for name in self.arrays} for i in range(len(rows))]
 
     def _prompt(self, *parts: list[int]) -> dict[str, Any]:
         """Returns a text, or a prompt with its completion, and the labels of the last of them."""
@@ -290,9 +295,9 @@ def pack_rows(
             raise ValueError(f"pack_rows: expected an array of numbers in {name!r}, found {fields[name]}")
     if taken := [name for name in ("position_ids", "num_documents") if name in arrays]:
         raise ValueError(f"pack_rows: the column {taken[0]!r} is made, found it among columns; leave it out")
-    texts = df.select(*map(_quoted, arrays)).where(F.size(_quoted(tokens)) > 0)
+    cells = [F.col(quoted(name)) for name in arrays]
+    texts = df.select(*cells).where(F.size(cells[0]) > 0)
     groups = max(1, round(texts.count() / _ROWS_AT_ONCE))
-    cells = list(map(_quoted, arrays))
     texts = texts.select(
         *cells,
         F.pmod(F.xxhash64(F.lit(seed), *cells), F.lit(groups)).alias(_GROUP),
@@ -367,9 +372,3 @@ def pack_lengths(lengths: Array, length: int) -> list[Ints]:
         if room > n:
             bisect.insort(open_packs, (room - n, pack))
     return [np.array(texts, np.int64) for texts in packs]
-
-
-def _quoted(name: str) -> Any:
-    from pyspark.sql import functions as F
-
-    return F.col("`" + name.replace("`", "``") + "`")

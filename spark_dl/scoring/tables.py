@@ -68,7 +68,7 @@ def trained_sources(fields: StructType, scorer: Scorer) -> tuple[SourceColumn, .
         expected = replace(column.encoding, vocabulary=source.encoding.vocabulary)
         if "orientation" not in encode.get(column.name, {}):  # of a model from before there was this setting
             expected = replace(expected, orientation=source.encoding.orientation)
-        if source.encoding != expected:
+        if not source.encoding.fits(expected):
             raise ValueError(
                 f"column {column.name!r}: found the encoding {source.encoding}, the model was trained on {expected}"
             )

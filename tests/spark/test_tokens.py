@@ -237,6 +237,45 @@ def test_packs_of_texts_train_and_have_the_loss_of_the_texts(spark, tmp_path):
     assert found == pytest.approx(total / count, rel=1e-5)
 
 
+def build_mean():
+    return torch.nn.Sequential(torch.nn.EmbeddingBag(len(NAMES), 4, mode="mean"), torch.nn.Linear(4, 1))
+
+
+def of_tokens(model, batch):
+    return model(batch["input_ids"])[:, 0]
+
+
+@pytest.mark.modes("local")
+def test_tokens_of_another_tokenizer_are_an_error_wherever_a_model_gets_them(spark, tmp_path):
+    texts = spark.sql("SELECT 'the quick fox' AS text, 1.0f AS label FROM range(40)")
+    spec = ModelSpec(build=build_mean, forward=of_tokens, loss="MSELoss")
+    data = {"features": ("input_ids",), "label": "label", "encode": {"input_ids": {"ragged": True}}}
+    config = small_config(2, {"epochs": 1, "validation_fraction": 0.0}, data)
+    tokens = spark_dl.tokenize(texts, "text", tokenizer())
+    result = spark_dl.train(tokens, spec, config, run_dir=str(tmp_path / "run"))
+
+    longer = tokenizer()
+    longer("hello there friend", truncation=True, max_length=2)  # which tokenizers note in themselves
+    same, unknown = spark_dl.tokenize(texts, "text", longer), tokens.withMetadata("input_ids", {})
+    expected = spark_dl.evaluate(tokens, spec, result.checkpoint)
+    assert [spark_dl.evaluate(df, spec, result.checkpoint) for df in (same, unknown)] == [expected] * 2
+    assert spark_dl.predict(unknown, spec, result.checkpoint).count() == 40
+
+    other = spark_dl.tokenize(texts, "text", tokenizer(is_encoder=True))
+    with pytest.raises(ValueError, match=r"'input_ids': found the encoding number \(tokenizer: \w{64}\), the model"):
+        spark_dl.predict(other, spec, result.checkpoint)
+    for df, match in (
+        (other, r"'input_ids': found the encoding number \(tokenizer: \w{64}\), expected number \(tokenizer: \w{64}"),
+        (spark_dl.pack_rows(other, 8), "no column 'label'"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            spark_dl.evaluate(df, spec, result.checkpoint)
+    with pytest.raises(ValueError, match="found the encoding number .tokenizer"):
+        spark_dl.train(tokens, spec, config, validation=other, run_dir=str(tmp_path / "other"))
+    packed = [spark_dl.pack_rows(df, 8).schema["input_ids"].metadata for df in (tokens, other)]
+    assert packed[0] == tokens.schema["input_ids"].metadata != packed[1]
+
+
 @pytest.mark.modes("local")
 def test_a_pipeline_that_was_saved_takes_texts_without_the_folder_of_its_tokenizer(spark, texts, tmp_path):
     folder, saved = tmp_path / "model", str(tmp_path / "stage")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from spark_dl.config.checks import ENCODINGS, IMAGE_CHOICES
@@ -50,6 +50,9 @@ class Encoding:
     source_type: str | None = field(default=None, compare=False)
     """Spark's type of a time or a decimal before it was encoded, such as `timestamp_ntz` or `decimal(8,2)`, so that
     keys get it back. Not compared: datasets of before do not have it."""
+    tokenizer: str | None = field(default=None, compare=False)
+    """A digest of the tokenizer that `spark_dl.tokenize` made these tokens with; None if it is not known. Compared by
+    `fits` alone, as tokens that were made elsewhere do not have it."""
 
     @classmethod
     def of_image(cls, settings: Mapping[str, Any]) -> Encoding:
@@ -60,6 +63,17 @@ class Encoding:
             orientation=settings.get("orientation", "apply"), interpolation=settings.get("interpolation", "bilinear"),
             formats=formats and tuple(formats),
         )  # fmt: skip
+
+    def __str__(self) -> str:
+        """Returns the kind and the settings that are not as usual, such as `vocabulary (unknown: error)`."""
+        usual = {f.name: f.default for f in fields(self)}
+        others = {name: getattr(self, name) for name in usual if name != "kind"}
+        told = [f"{name}: {value}" for name, value in others.items() if value != usual[name]]
+        return f"{self.kind} ({', '.join(told)})" if told else self.kind
+
+    def fits(self, other: Encoding) -> bool:
+        """Whether equal numbers stand for the same: of tokens, whether their tokenizers are not known to differ."""
+        return self == other and (None in (self.tokenizer, other.tokenizer) or self.tokenizer == other.tokenizer)
 
     @property
     def is_lookup(self) -> bool:
@@ -94,6 +108,7 @@ class Encoding:
             "interpolation": lambda v: v in IMAGE_CHOICES["interpolation"],
             "source_type": lambda v: v is None or (type(v) is str and re.fullmatch(_SOURCE_TYPES, v) is not None),
             "formats": lambda v: v is None or (isinstance(v, list) and v != [] and all(type(f) is str for f in v)),
+            "tokenizer": lambda v: v is None or (type(v) is str and v != ""),
         }
         for key, value in plain.items():
             if key in is_value and not is_value[key](value):

@@ -28,7 +28,7 @@ OWN_CODECS = ("scalar", "ndarray", "list", "binary", "image")
 CHARACTER_BYTES = 4
 """Bytes of a character in a NumPy array of strings. An empty string takes the same."""
 
-_ADDED = ("mode", "orientation", "interpolation", "formats", "source_type")
+_ADDED = ("mode", "orientation", "interpolation", "formats", "source_type", "tokenizer")
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def check_reference_columns(columns: Sequence[Column], others: Sequence[Column])
         other = by_name.get(column.name, column)
         for what in ("dtype", "shape", "encoding"):
             found, expected = getattr(column, what), getattr(other, what)
-            if found != expected:
+            if found != expected or (what == "encoding" and not column.encoding.fits(other.encoding)):
                 raise ValueError(
                     f"column {column.name!r}: found the {what} {found!s:.200}, expected {expected!s:.200} as in the "
                     "training dataset"

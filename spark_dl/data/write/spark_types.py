@@ -16,6 +16,8 @@ from spark_dl.data.columns.types import SUPPORTED, check_fill, encoded_column, t
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
 
+TOKENIZER = "spark_dl.tokenizer"
+"""The key of the digest of a tokenizer in the metadata of a column of tokens."""
 _IMAGE = ["origin", "height", "width", "nChannels", "mode", "data"]
 
 
@@ -45,7 +47,10 @@ def source_columns(
         value = (fill or {}).get(name)
         if value is not None:
             _check_spark_fill(column, value, data_type)
-        columns.append(dataclasses.replace(column, path=path, fill=value, empty_is_null=_has_pixels(schema, path)))
+        known = schema[name].metadata.get(TOKENIZER) if len(path) == 1 else None
+        encoding = dataclasses.replace(column.encoding, tokenizer=known)
+        is_pixels = _has_pixels(schema, path)
+        columns.append(dataclasses.replace(column, path=path, fill=value, empty_is_null=is_pixels, encoding=encoding))
     check_batch_names(names, [c.name for c in columns if c.ragged], weight)
     return tuple(columns)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ import numpy as np
 
 from spark_dl.config.checks import suggestion
 from spark_dl.data.columns.ragged import Array, Ints
+from spark_dl.data.write.spark_types import TOKENIZER
 from spark_dl.spark_job import quoted
 
 if TYPE_CHECKING:
@@ -41,6 +43,9 @@ def tokenize(
     the same length, if asked for; and `token_type_ids` of a pair, if the tokenizer makes them. A row with a null has
     nulls. Called on the driver; the tokens are made when the DataFrame is used, once if it is what shards are written
     from. Executors need the package transformers, but not the folder of the tokenizer. Works with Spark Connect, too.
+
+    `input_ids` has a digest of the tokenizer in its metadata. Datasets and models keep it, so that a model never gets
+    the tokens of another tokenizer silently.
 
     Args:
         columns: a column of strings; two of them, which become a pair; or a column of conversations, arrays of structs
@@ -100,7 +105,11 @@ def tokenize(
     call = F.pandas_udf(of_two if len(names) == 2 else of_one, types)
     if too_long == "drop":  # or Spark would compute the tokens once to filter, and once more
         call = call.asNondeterministic()
-    rows = df.select("*", call(*cells).alias(_MADE)).select(*map(quoted, df.columns), f"{_MADE}.*")
+    known = {"input_ids": _metadata(tokenizer, is_chat=is_chat)}
+    added = [
+        F.col(f"{_MADE}.{name}").alias(name, metadata=known.get(name, {})) for name in [*made.arrays, "num_tokens"]
+    ]
+    rows = df.select("*", call(*cells).alias(_MADE)).select(*map(quoted, df.columns), *added)
     if too_long == "drop" and max_length is not None:
         rows = rows.where(F.col("num_tokens").isNull() | (F.col("num_tokens") <= max_length))
     return rows
@@ -150,6 +159,19 @@ def load_tokenizer(tokenizer: Any) -> Any:
             f"tokenize: the tokenizer {os.fspath(tokenizer)!r} cannot be loaded: {error}; it must be a folder on the "
             "driver with the files of a Hugging Face tokenizer, and the package transformers must be installed"
         ) from error
+
+
+def _metadata(tokenizer: Any, *, is_chat: bool) -> dict[str, str]:
+    """Returns the metadata of a column of tokens: a digest of what decides which tokens a text gets, if it is known."""
+    made: dict[str, Any] = {"chat_template": getattr(tokenizer, "chat_template", None)} if is_chat else {}
+    if (fast := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        made |= json.loads(fast.to_str())
+        made |= {"truncation": None, "padding": None}  # which each call sets, as its arguments say
+    elif hasattr(tokenizer, "get_vocab"):
+        made |= {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab()}
+    else:
+        return {}
+    return {TOKENIZER: hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()}
 
 
 class _Tokens:
@@ -306,7 +328,8 @@ def pack_rows(
     made = dict.fromkeys([*arrays, labels])
     types = ", ".join(f"`{name}` {fields.get(name, fields[tokens])}" for name in made)
     pack = _packer(length, arrays, tokens, labels, seed)
-    return texts.groupBy(_GROUP).applyInPandas(pack, f"{types}, position_ids array<int>, num_documents int")
+    packs = texts.groupBy(_GROUP).applyInPandas(pack, f"{types}, position_ids array<int>, num_documents int")
+    return packs.withMetadata(tokens, df.schema[tokens].metadata)
 
 
 def _packer(length: int, arrays: Sequence[str], tokens: str, labels: str, seed: int) -> Callable[[Any], Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the benchmarks stand beside the package
 
-from benchmarks import filters, scale, trials
+from benchmarks import filters, scale, trials, validation
 from benchmarks.exchange import compare, report
 from benchmarks.exchange.answers import answers
 from benchmarks.exchange.log import Log
@@ -48,6 +48,10 @@ def bench_text(args: argparse.Namespace) -> dict[str, Any]:
 
 def bench_packing(args: argparse.Namespace) -> dict[str, Any]:
     return packing.measure(_session(args), repeats=args.repeats, scale=args.scale)
+
+
+def bench_validation(args: argparse.Namespace) -> dict[str, Any]:
+    return validation.measure(_session(args), repeats=args.repeats, scale=args.scale)
 
 
 def bench_loader(args: argparse.Namespace) -> dict[str, Any]:
@@ -188,6 +192,10 @@ def _on_spark(add: Any) -> None:
         "packing", "true tokens per second, and loss, of training a small GPT-2 on texts of 20 to 200 tokens: spark_dl "
         "padded, sorted by length, and with packs; TRL padded, and with packs", bench_packing, repeats=3,
     )  # fmt: skip
+    of_validation = add(
+        "validation", "seconds for which a training of a small CNN stands still to be validated every 20 steps: in its "
+        "loop, and beside it", bench_validation, repeats=3,
+    )  # fmt: skip
     of_loader = add(
         "loader", "rows per second of a shuffled epoch: spark_dl, Petastorm, Mosaic, WebDataset, Ray Data, HF, "
         "tensors in memory, and the limits of memory and of Arrow",
@@ -196,11 +204,11 @@ def _on_spark(add: Any) -> None:
     of_shards = add(
         "shards", "seconds to write a cached DataFrame: spark_dl, df.write.parquet, Petastorm's converter", bench_shards
     )
-    for command in (of_launch, of_step, of_track, of_predict, of_shards, of_text, of_packing):
+    for command in (of_launch, of_step, of_track, of_predict, of_shards, of_text, of_packing, of_validation):
         command.add_argument("--ranks", type=int, default=2, help="ranks, or tasks (default: 2)")
-    for command in (of_launch, of_track, of_predict, of_shards, of_text, of_packing):
+    for command in (of_launch, of_track, of_predict, of_shards, of_text, of_packing, of_validation):
         command.add_argument("--master", help="Spark master URL (default: local[ranks])")
-    for command in (of_loader, of_predict, of_shards, of_text, of_packing):
+    for command in (of_loader, of_predict, of_shards, of_text, of_packing, of_validation):
         command.add_argument("--scale", type=float, default=1.0, help="size of the datasets (default: 1)")
     for command in (of_loader, of_shards):
         command.add_argument("--petastorm_python", default=".venv-petastorm/bin/python", help="of its environment")

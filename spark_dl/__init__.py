@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from spark_dl.track.report import report
     from spark_dl.trials.study import TrialResult, TuneResult
     from spark_dl.trials.tune import tune
+    from spark_dl.validator import Validator
     from spark_dl.world import World
 
 _MODULES = {
@@ -110,6 +111,7 @@ _MODULES = {
     "TreeReduce": "spark_dl.baselines.driver_loop.tree_reduce",
     "TrialResult": "spark_dl.trials.study",
     "TuneResult": "spark_dl.trials.study",
+    "Validator": "spark_dl.validator",
     "World": "spark_dl.world",
     "build_session": "spark_dl.launch.session",
     "certify": "spark_dl.certify.certify",
@@ -188,6 +190,7 @@ __all__ = [
     "TreeReduce",
     "TrialResult",
     "TuneResult",
+    "Validator",
     "World",
     "build_session",
     "certify",

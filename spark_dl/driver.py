@@ -7,12 +7,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -270,19 +271,47 @@ def evaluate(
     key_file = config.checkpoint.signing_key_file if config else None
     data, saved = as_sources(data, "evaluate"), checkpoint.find(checkpoint_url, only_weights=True, key_file=key_file)
     config = config or evaluation_config(as_read(saved.manifest["config"]), data)
-    spark, most_ranks = find_session(data, spark), config.launch.num_ranks
+    spark = find_session(data, spark)
+    with evaluating(data, spec, config, saved, spark=spark, run_dir=run_dir, progress=progress) as evaluate_one:
+        return evaluate_one(saved)
+
+
+@contextlib.contextmanager
+def evaluating(
+    data: Any,
+    spec: ModelSpec,
+    config: Config,
+    saved: checkpoint.Saved,
+    *,
+    spark: Any,
+    run_dir: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> Iterator[Callable[[checkpoint.Saved], dict[str, Any]]]:
+    """Yields a function that evaluates checkpoints of one model on the same rows, which are written once.
+
+    Args:
+        saved: one of the checkpoints.
+    """
+    most_ranks = config.launch.num_ranks
     config = fit_ranks(spark, config, most_ranks)
     check_settings(spark, spec, config, has_validation=True)
     with (
         ProgressDisplay("evaluate", enabled=progress) as shown,
-        prepare_evaluation(data, spec, config, saved, spark=spark, run_dir=run_dir, stage=shown.stage) as run,
+        prepare_evaluation(data, spec, config, saved, spark=spark, run_dir=run_dir, stage=shown.stage) as prepared,
     ):
 
-        def attempt(this: Attempt) -> dict[str, Any]:
-            fits = fit_ranks(spark, run.config, most_ranks, left_out=this.left_out) if this.number else run.config
-            return _launch_run(spark, dataclasses.replace(run, config=fits), data, shown, task="evaluate", attempt=this)
+        def evaluate_one(saved: checkpoint.Saved) -> dict[str, Any]:
+            run = dataclasses.replace(prepared, checkpoint=saved.url, checkpoint_sha256=saved.sha256)
 
-        return run_attempts(attempt, config.launch)
+            def attempt(this: Attempt) -> dict[str, Any]:
+                fits = fit_ranks(spark, run.config, most_ranks, left_out=this.left_out) if this.number else run.config
+                return _launch_run(
+                    spark, dataclasses.replace(run, config=fits), data, shown, task="evaluate", attempt=this
+                )
+
+            return run_attempts(attempt, config.launch)
+
+        yield evaluate_one
 
 
 def launch(

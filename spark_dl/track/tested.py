@@ -31,12 +31,17 @@ def record(result: TrainResult, config: Config, values: Mapping[str, Any], rows:
         "kind": KIND, "step": result.steps, "epoch": result.epochs - 1, "checkpoint": result.checkpoint, "rows": rows,
         "metrics": dict(values), "time": time.time(),
     }  # fmt: skip
+    record_line(result.run_dir, config, line)
+
+
+def record_line(run_dir: str, config: Config, line: Mapping[str, Any]) -> None:
+    """Adds a line to `metrics.jsonl` and to the MLflow run, after a training. What cannot be written is a warning."""
     try:
-        metrics.add_line(result.run_dir, line)
+        metrics.add_line(run_dir, line)
     except (OSError, ValueError) as error:
-        _log.warning("the metrics of the test rows are not in %s: %s", metrics.FILE, error)
+        _log.warning("the metrics of the %s rows are not in %s: %s", line["kind"], metrics.FILE, error)
     if config.track.mlflow:
         try:
-            mlflow_run.log_after(result.run_dir, line)
+            mlflow_run.log_after(run_dir, line)
         except Exception as error:  # of the server or the network
-            _log.warning("the metrics of the test rows are not in MLflow: %s", error)
+            _log.warning("the metrics of the %s rows are not in MLflow: %s", line["kind"], error)

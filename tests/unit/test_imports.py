@@ -121,7 +121,7 @@ def test_the_package_is_found():
 def test_pyspark_is_imported_on_the_driver_s_side_and_when_it_is_needed():
     driver_side = ("cli/", "driver.py", "prepare.py", "checks/settings.py", "inputs.py", "predict.py", "data/write/",
                    "data/store/", "data/load/local.py", "launch/", "ml/", "scoring/", "baselines/",
-                   "doctor/", "ledger.py", "trials/tune.py", "commands/", "certify/")  # fmt: skip
+                   "doctor/", "ledger.py", "validator.py", "trials/tune.py", "commands/", "certify/")  # fmt: skip
     at_top = ("ml/", "launch/daemon.py")  # Spark ML's classes, and what Spark itself starts
     for name, path in MODULES.items():
         for found in imports_of(path):

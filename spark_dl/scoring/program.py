@@ -98,23 +98,40 @@ class Program(nn.Module):
         return self
 
 
+def input_names(features: Sequence[str], columns: Sequence[Column]) -> list[str]:
+    """Returns the tensors that a program is called with: the features, each ragged one with its mask after it."""
+    ragged = {c.name for c in columns if c.is_ragged}
+    return [name for feature in features for name in (feature, f"{feature}_mask")[: 1 + (feature in ragged)]]
+
+
 def export_program(model: nn.Module, spec: ModelSpec, config: Config, columns: Sequence[Column]) -> bytes:
-    """Returns the program of a model as a file: from features to predictions. Raises ValueError if it has none."""
-    if any(c.is_ragged for c in columns):
-        raise ValueError("format='export' does not support ragged columns; use format='weights'")
-    read = cast_columns(columns, config.data.cast)
-    batch = build_batch(read, [two_rows_of_zeros(c) for c in columns], config.loader.ragged)
-    inputs = tuple(batch[name] for name in config.data.features)
-    rows = torch.export.Dim("rows", min=1)
-    try:
-        program = torch.export.export(
-            _Whole(model, spec, config), inputs, dynamic_shapes=(tuple({0: rows} for _ in inputs),)
+    """Returns the program of a model as a file: from features to predictions. Raises ValueError if it has none.
+
+    The number of rows and the padded lengths of ragged features stay open.
+    """
+    is_ragged = any(c.is_ragged for c in columns)
+    if is_ragged and config.loader.ragged != "pad":
+        raise ValueError(
+            f"format='export' supports ragged columns with loader.ragged: pad, found {config.loader.ragged!r}; use "
+            "format='weights'"
         )
+    names = input_names(config.data.features, columns)
+    whole = _Whole(model, spec, config, names)
+    rows: Any = torch.export.Dim.DYNAMIC if is_ragged else torch.export.Dim("rows", min=1)
+    ragged = {name for c in columns if c.is_ragged for name in input_names([c.name], columns)}
+    open_axes = [{0: rows, **({1: torch.export.Dim.DYNAMIC} if name in ragged else {})} for name in names]
+    try:
+        program = torch.export.export(whole, _example(names, config, columns, 3), dynamic_shapes=(tuple(open_axes),))
     except Exception as error:  # torch.export raises many types
         cause = str(error).partition("\n")[0]
         raise ValueError(
             f"torch.export cannot export the model: {type(error).__name__}: {cause}; use format='weights'"
         ) from error
+    if is_ragged:
+        try:
+            check_other_lengths(program.module(), whole, _example(names, config, columns, 5))
+        except ValueError as error:
+            raise ValueError(f"format='export' does not support this model: {error}; use format='weights'") from error
     with tempfile.TemporaryDirectory(prefix=temporary_prefix()) as folder:
         torch.export.save(program, (path := Path(folder) / "model.pt2"))
         content = path.read_bytes()
@@ -149,14 +166,34 @@ def load_program(content: bytes, path: str) -> Program:
 class _Whole(nn.Module):
     """From features to predictions, with the functions of the spec."""
 
-    def __init__(self, model: nn.Module, spec: ModelSpec, config: Config):
+    def __init__(self, model: nn.Module, spec: ModelSpec, config: Config, names: Sequence[str]):
         super().__init__()
-        self.model, self._spec, self._features, self._inputs = model, spec, config.data.features, config.inputs
+        self.model, self._spec, self._names, self._inputs = model, spec, names, config.inputs
 
     def forward(self, *inputs: Tensor) -> dict[str, Tensor]:
         weight = torch.ones(inputs[0].shape[0], device=inputs[0].device)
-        batch = self._spec.prepare({"weight": weight, **dict(zip(self._features, inputs, strict=True))})
+        batch = self._spec.prepare({"weight": weight, **dict(zip(self._names, inputs, strict=True))})
         return self._spec.predictions(self._spec.output(self.model, batch, self._inputs))
+
+
+def _example(names: Sequence[str], config: Config, columns: Sequence[Column], longest: int) -> tuple[Tensor, ...]:
+    """Returns inputs of two rows of zeros, whose ragged features are padded to a length."""
+    cells = [two_rows_of_zeros(c, longest) for c in columns]
+    batch = build_batch(cast_columns(columns, config.data.cast), cells, config.loader.ragged)
+    return tuple(batch[name] for name in names)
+
+
+def check_other_lengths(program: nn.Module, model: nn.Module, inputs: Sequence[Tensor]) -> None:
+    """Raises ValueError if a program does not compute what its model does for rows of other lengths than its example.
+
+    Python code that asks for a length is run once, for the example.
+    """
+    try:
+        with torch.no_grad():
+            torch.testing.assert_close(program(*inputs), model(*inputs), rtol=1e-4, atol=1e-5, equal_nan=True)
+    except (RuntimeError, AssertionError) as error:
+        cause = str(error).partition("\n")[0]
+        raise ValueError(f"its program is made for rows of one length ({cause})") from error
 
 
 class _RefusedError(Exception):

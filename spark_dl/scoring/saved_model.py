@@ -26,8 +26,8 @@ from spark_dl.data.columns.schema import Column
 from spark_dl.parallel.modules import plain_name
 from spark_dl.rundir.checkpoint import load_into
 from spark_dl.scoring import names
-from spark_dl.scoring.program import export_program, load_program
-from spark_dl.spec import ModelSpec
+from spark_dl.scoring.program import export_program, input_names, load_program
+from spark_dl.spec import Batch, ModelSpec
 
 Format = Literal["weights", "export"]
 FORMATS = get_args(Format)
@@ -150,12 +150,18 @@ def read_saved_model(url: str | os.PathLike[str]) -> SavedModel:
 
 def _spec_of(url: str, described: Mapping[str, Any], sha256: str) -> ModelSpec:
     if _is_program(described):
-        return ModelSpec(build=functools.partial(load_model, url, sha256=sha256), loss=_no_loss)
+        inputs = input_names(described["data"]["features"], [Column.from_plain(c) for c in described["columns"]])
+        build = functools.partial(load_model, url, sha256=sha256)
+        return ModelSpec(build=build, forward=functools.partial(_run_program, inputs=inputs), loss=_no_loss)
     functions = {
         name: names.object_of(described_by, f"{storage.join(url, DESCRIPTION)}: functions.{name}")
         for name, described_by in described["functions"].items()
     }
     return ModelSpec(loss=_no_loss, **functions)
+
+
+def _run_program(program: nn.Module, batch: Batch, *, inputs: Sequence[str]) -> Any:
+    return program(*(batch[name] for name in inputs))
 
 
 def _is_program(described: Mapping[str, Any]) -> bool:
@@ -177,7 +183,8 @@ def load_model(url: str | os.PathLike[str], *, sha256: str | None = None) -> nn.
     """Loads a model of `save_model`, on the CPU, in evaluation mode. Needs no Spark. Called on any side.
 
     Load only models that you trust: the modules that the files name are imported, and their functions called. Nothing
-    is unpickled. An exported program is called with the features in their order, and returns columns by name.
+    is unpickled. An exported program is called with the features in their order, a ragged one with its mask after it,
+    and returns columns by name.
 
     Raises ValueError as `read_saved_model` does, and if the file is damaged, the weights are those of another model, or
     the model has been replaced.

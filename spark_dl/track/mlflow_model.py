@@ -22,6 +22,7 @@ from spark_dl.data.columns.schema import Column
 from spark_dl.data.load.build import build_loader
 from spark_dl.evaluate import load_model
 from spark_dl.rundir import checkpoint
+from spark_dl.scoring.program import check_other_lengths, input_names
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.storage.owner import temporary_prefix
 from spark_dl.track.mlflow_run import MlflowRun
@@ -33,17 +34,22 @@ _EXAMPLE_ROWS = 2
 
 @dataclass(frozen=True)
 class Example:
-    """A few rows of the features, as the model gets them."""
+    """A few rows of the features, as the model gets them: a ragged one padded, with its mask after it."""
 
     inputs: dict[str, np.ndarray[Any, Any]]
+    longer: dict[str, np.ndarray[Any, Any]] | None = None
+    """The same with longer ragged features; None without any."""
 
     @classmethod
     def of_run(cls, run: Run) -> Example | None:
-        """Reads the first rows of the training data. Returns None if only the ranks have them."""
+        """Reads the first rows of the training data; zeros for ragged features. Returns None if only the ranks have
+        them."""
         if not run.train.columns:
             return None
         config = run.config
-        _check_columns(run.train.select(config.data.columns), config.data.features)
+        features = run.train.select(config.data.features)
+        if any(c.is_ragged for c in features):
+            return cls.of_zeros(run, features)
         loader = build_loader(run.train, config, rank=0, world_size=config.data_size, shuffle=False)
         batches = loader.epoch(0)
         try:
@@ -55,20 +61,20 @@ class Example:
     @classmethod
     def of_zeros(cls, run: Run, columns: Sequence[Column]) -> Example:
         """Returns two rows of zeros, for rows that only the ranks have."""
-        features = run.config.data.features
-        inputs = [c for c in cast_columns(columns, run.config.data.cast) if c.name in features]
-        _check_columns(inputs, features)
-        batch = build_batch(inputs, [two_rows_of_zeros(c) for c in inputs], run.config.loader.ragged)
-        return cls({name: batch[name].numpy() for name in features})
+        names, ragged = run.config.data.features, run.config.loader.ragged
+        features = [c for c in cast_columns(columns, run.config.data.cast) if c.name in names]
+        is_ragged = [c.name for c in features if c.is_ragged]
+        if is_ragged and ragged != "pad":
+            raise ValueError(
+                f"track.mlflow_log_model: supports ragged features with loader.ragged: pad, found {ragged!r} for "
+                f"{is_ragged[0]!r}; set it to false, and save the model with spark_dl.save_model"
+            )
 
+        def padded(longest: int) -> dict[str, np.ndarray[Any, Any]]:
+            batch = build_batch(features, [two_rows_of_zeros(c, longest) for c in features], ragged)
+            return {name: batch[name].numpy() for name in input_names(names, features)}
 
-def _check_columns(columns: Sequence[Column], features: Sequence[str]) -> None:
-    ragged = [c.name for c in columns if c.is_ragged and c.name in features]
-    if ragged:
-        raise ValueError(
-            f"track.mlflow_log_model: not supported with ragged features, found {ragged[0]!r}; set it to false, and "
-            "save the model with spark_dl.save_model"
-        )
+        return cls(padded(3), padded(5)) if is_ragged else cls(padded(1))
 
 
 def _two_rows(values: Tensor) -> np.ndarray[Any, Any]:
@@ -138,22 +144,49 @@ def _save(model: nn.Module, run: Run, example: Example, path: str, **options: An
     import mlflow.pytorch
     from mlflow.models import infer_signature
 
-    program = _Program(model, run.spec, run.config)
+    program = _Program(model, run.spec, run.config, list(example.inputs))
     arrays = list(example.inputs.values())
     try:
-        with torch.inference_mode():
-            output = program(*map(torch.from_numpy, arrays))
-        signature = infer_signature(arrays[0] if len(arrays) == 1 else example.inputs, _to_numpy(output))
+        signature = infer_signature(arrays[0] if len(arrays) == 1 else example.inputs, _to_numpy(_run(program, arrays)))
+        if example.longer is not None:
+            longer = list(example.longer.values())
+            signature = _with_open_lengths(signature, longer, _run(program, longer))
         mlflow.pytorch.save_model(
             program, path, signature=signature, input_example=arrays[0] if len(arrays) == 1 else arrays,
             serialization_format="pt2", pip_requirements=_requirements(), **options,
         )  # fmt: skip
+        if example.longer is not None:
+            check_other_lengths(mlflow.pytorch.load_model(path), program, [torch.from_numpy(a) for a in longer])
     except Exception as error:  # torch.export and MLflow raise many types
         cause = str(error).partition("\n")[0]
         raise ValueError(
             f"track.mlflow_log_model: the model cannot be exported with torch.export ({type(error).__name__}: {cause});"
             " set it to false, and save the model with spark_dl.save_model"
         ) from error
+
+
+def _run(program: Any, inputs: Sequence[np.ndarray[Any, Any]]) -> Any:
+    with torch.no_grad():
+        return program(*map(torch.from_numpy, inputs))
+
+
+def _with_open_lengths(signature: Any, inputs: Sequence[np.ndarray[Any, Any]], output: Any) -> Any:
+    """Returns a signature with -1 for the axes that have another size in longer rows, and in their output."""
+    from mlflow.models import ModelSignature
+    from mlflow.types import Schema, TensorSpec
+
+    named = _to_numpy(output)
+    found = (inputs, list(named.values()) if isinstance(named, dict) else [named])
+    schemas = [
+        Schema([
+            TensorSpec(
+                spec.type, tuple(n if n == m else -1 for n, m in zip(spec.shape, longer.shape, strict=True)), spec.name
+            )
+            for spec, longer in zip(schema.inputs, arrays, strict=True)
+        ])
+        for schema, arrays in zip((signature.inputs, signature.outputs), found, strict=True)
+    ]  # fmt: skip
+    return ModelSignature(*schemas)
 
 
 def _to_numpy(output: Any) -> Any:
@@ -171,14 +204,13 @@ def _requirements() -> list[str]:
 class _Program(nn.Module):
     """From features to the output of the model, with `transform` and `forward` of the spec.
 
-    `forward` has as many parameters as there are features, because MLflow gives torch.export a shape for each of them.
+    `forward` has as many parameters as there are inputs, because MLflow gives torch.export a shape for each of them.
     """
 
-    def __init__(self, model: nn.Module, spec: ModelSpec, config: Config):
+    def __init__(self, model: nn.Module, spec: ModelSpec, config: Config, names: Sequence[str]):
         super().__init__()
         self.model = model
-        compute, count = _Compute(model, spec, config), len(config.data.features)
-        self.forward: Callable[..., Any] = _with_parameters(compute, count)
+        self.forward: Callable[..., Any] = _with_parameters(_Compute(model, spec, config, names), len(names))
         self.eval()
 
 
@@ -187,17 +219,19 @@ class _Compute:
     model: nn.Module
     spec: ModelSpec
     config: Config
+    names: Sequence[str]
+    """Of the inputs."""
 
     def __call__(self, *inputs: Tensor) -> Any:
         data = self.config.data
         if data.nonfinite == "fill":  # as the rows to train on, and as predict does
-            pairs = zip(data.features, inputs, strict=True)
+            pairs = zip(self.names, inputs, strict=True)
             inputs = tuple(
                 torch.where(torch.isfinite(x), x, float(data.fill.get(name, 0))) if x.is_floating_point() else x
                 for name, x in pairs
             )
         weight = torch.ones(inputs[0].shape[0], device=inputs[0].device)
-        batch = self.spec.prepare({"weight": weight, **dict(zip(self.config.data.features, inputs, strict=True))})
+        batch = self.spec.prepare({"weight": weight, **dict(zip(self.names, inputs, strict=True))})
         return self.spec.output(self.model, batch, self.config.inputs)
 
 

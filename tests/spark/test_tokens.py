@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from pyspark.ml import Pipeline, PipelineModel
 from pyspark.sql import functions as F
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -285,6 +286,15 @@ def test_a_pipeline_that_was_saved_takes_texts_without_the_folder_of_its_tokeniz
     shutil.rmtree(folder)
     stage = spark_dl.ml.TextTokenizer.load(saved)
     assert stage.transform(texts).orderBy("n").collect() == expected
+    words = spark_dl.ml.TorchRegressor(
+        build_mean, featuresCol="input_ids", labelCol="n", numRanks=1, saveFormat="export",
+        settings={"data.encode": {"input_ids": {"ragged": True}}, "data.cast": {"n": "float32"}},
+    )  # fmt: skip
+    fitted = Pipeline(stages=[stage, words]).fit(texts.where("text IS NOT NULL"))
+    fitted.save(str(tmp_path / "pipeline"))
+    loaded = PipelineModel.load(str(tmp_path / "pipeline"))
+    some = texts.where("text IS NOT NULL")
+    assert rows_of(loaded.transform(some), "prediction") == rows_of(fitted.transform(some), "prediction")
     pairs = stage.copy({stage.inputCols: ["text", "answer"], stage.tooLong: "drop", stage.maxLength: 6})
     assert rows_of(pairs.transform(texts), "n", "num_tokens") == [(2, None)]
     with pytest.raises(ValueError, match="TextTokenizer: set inputCol, or inputCols"):

@@ -1,5 +1,6 @@
 """Saved models: written, read in another process without Spark, and refused when they are damaged."""
 
+import functools
 import json
 import os
 import pickle
@@ -11,9 +12,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from spark_dl import Config, Data, Loader, ModelSpec, storage
+from spark_dl.data.columns.ragged import from_lengths
 from spark_dl.data.columns.schema import Column
 from spark_dl.scoring.saved_model import load_model, read_saved_model, write_saved_model
 from spark_dl.scoring.scorer import Scorer, saved_scorer
@@ -206,8 +209,86 @@ def test_what_torch_export_does_not_take_is_refused(tmp_path):
         write_saved_model(tmp_path / "m", spec.build(), spec, CONFIG, COLUMNS, format="export")
     ragged = (Column("features", "float32", (None,), "list"),)
     config = Config(data=CONFIG.data, loader=Loader(ragged="offsets"))
-    with pytest.raises(ValueError, match="does not support ragged columns"):
+    with pytest.raises(ValueError, match="supports ragged columns with loader.ragged: pad, found 'offsets'"):
         write_saved_model(tmp_path / "m", build_mlp(), SPECS["plain"], config, ragged, format="export")
+
+    class OfOneLength(nn.Module):
+        def forward(self, features):
+            return features[:, :1] * len(features[0])
+
+    spec = ModelSpec(build=OfOneLength, forward=by_first)
+    config = Config(data=CONFIG.data)
+    with pytest.raises(ValueError, match=r"torch.export cannot export the model|made for rows of one length"):
+        write_saved_model(tmp_path / "m", spec.build(), spec, config, ragged, format="export")
+
+
+def by_first(model, batch):
+    return model(batch["features"])
+
+
+class OfTokens(nn.Module):
+    """Scores of a row, and of each of its tokens, of two ragged features and a fixed one."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(50, 8), nn.Linear(8, 3)
+
+    def forward(self, tokens, mask, values, values_mask, number):
+        encoded = self.embed(tokens) * mask[..., None]
+        mean = encoded.sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
+        total = (values * values_mask).sum(1, keepdim=True)
+        return {"row": self.out(mean) + total + number, "tags": self.out(encoded)}
+
+
+def of_tokens(model, batch):
+    return model(*(batch[n] for n in ("tokens", "tokens_mask", "values", "values_mask")), batch["number"])
+
+
+@pytest.mark.parametrize("lengths", [([3, 1, 7], [2, 2, 5]), ([1, 1], [1, 1]), ([4], [9]), ([2, 0, 5], [0, 1, 3])])
+def test_a_program_takes_ragged_features_of_any_lengths(tmp_path, lengths):
+    data = Data(features=("tokens", "values", "number"), label=None,
+                encode={"tokens": {"ragged": True}, "values": {"ragged": True}})  # fmt: skip
+    columns = (Column("tokens", "int64", (None,), "list"), Column("values", "float32", (None,), "list"),
+               Column("number", "float32", (1,), "ndarray"))  # fmt: skip
+    spec, config = ModelSpec(build=OfTokens, forward=of_tokens), Config(data=data)
+    model = OfTokens().eval()
+    write_saved_model(tmp_path / "m", model, spec, config, columns, format="export")
+    rng, (of_tokens_lengths, of_values) = np.random.default_rng(0), lengths
+    cells = [
+        from_lengths(rng.integers(0, 50, sum(of_tokens_lengths)), np.array(of_tokens_lengths)),
+        from_lengths(rng.random(sum(of_values), dtype=np.float32), np.array(of_values)),
+        rng.random((len(of_values), 1), dtype=np.float32),
+    ]
+    alone = Scorer(spec=spec, config=config, columns=columns, url="unused", sha256="").outputs(model, cells, "cpu")
+    scorer = scorer_at(tmp_path / "m")
+    found = scorer.outputs(scorer.load(), cells, "cpu")
+    torch.testing.assert_close(found["row"], alone["row"])
+    assert scorer.varying == (("tags", "tokens"),)
+    assert found["tags"].lengths.tolist() == of_tokens_lengths
+    loaded = load_model(tmp_path / "m")
+    inputs = (torch.ones(2, 4).long(), torch.ones(2, 4).bool(), torch.ones(2, 6), torch.ones(2, 6).bool(),
+              torch.ones(2, 1))  # fmt: skip
+    torch.testing.assert_close(loaded(*inputs), model(*inputs))
+
+
+def test_a_model_of_transformers_is_a_program_of_tokens(tmp_path):
+    settings = transformers.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, num_labels=3
+    )
+    spec = ModelSpec(build=functools.partial(transformers.BertForSequenceClassification, settings), forward=of_bert)
+    data = Data(features=("input_ids",), label=None, encode={"input_ids": {"ragged": True}})
+    columns = (Column("input_ids", "int32", (None,), "list"),)
+    model = spec.build().eval()
+    write_saved_model(tmp_path / "m", model, spec, Config(data=data), columns, format="export")
+    cells = [from_lengths(np.arange(12, dtype=np.int32), np.array([3, 1, 8]))]
+    alone = Scorer(spec=spec, config=Config(data=data), columns=columns, url="unused", sha256="")
+    scorer = scorer_at(tmp_path / "m")
+    found = scorer.outputs(scorer.load(), cells, "cpu")
+    torch.testing.assert_close(found, alone.outputs(model, cells, "cpu"))
+
+
+def of_bert(model, batch):
+    return model(input_ids=batch["input_ids"], attention_mask=batch["input_ids_mask"]).logits
 
 
 def _edit(folder, **changes):

@@ -418,10 +418,45 @@ def test_values_that_mlflow_does_not_accept_do_not_hold_up_the_others(tmp_path, 
     assert "does not accept these values" in caplog.text
 
 
-def test_ragged_features_are_refused(tmp_path):
-    ragged = Column("words", "int64", (None,))
-    with pytest.raises(ValueError, match=r"track.mlflow_log_model: not supported with ragged features, found 'words'"):
-        mlflow_model._check_columns([ragged], ("words",))
+class OfWords(nn.Module):
+    """Scores of each word, or one that is made for rows of a length."""
+
+    def __init__(self, *, fixed=False):
+        super().__init__()
+        self.embedding, self.fixed = nn.Embedding(4, 3), fixed
+
+    def forward(self, words, mask):
+        return self.embedding(words) * mask[..., None] * (len(words[0]) if self.fixed else 1)
+
+
+def of_words(model, batch):
+    return model(batch["words"], batch["words_mask"])
+
+
+def test_a_model_with_a_ragged_feature_takes_rows_of_any_length(tmp_path, uri, monkeypatch):
+    columns = [Column("words", "int64", (None,), "list")]
+    config = config_with(uri, features=("words",), encode={"words": {"ragged": True}}, mlflow_log_model=True)
+    run = dataclasses.replace(make_run(tmp_path, config), spec=ModelSpec(build=OfWords, forward=of_words))
+    example = mlflow_model.Example.of_zeros(run, columns)
+    model = OfWords()
+    mlflow_model._save(model, run, example, str(tmp_path / "model"))
+    signature = mlflow.models.get_model_info(str(tmp_path / "model")).signature
+    assert str(signature.inputs) == "['words': Tensor('int64', (-1, -1)), 'words_mask': Tensor('bool', (-1, -1))]"
+    assert str(signature.outputs) == "[Tensor('float32', (-1, -1, 3))]"
+    for rows, length in ((1, 1), (4, 2), (3, 9)):
+        inputs = torch.randint(0, 4, (rows, length)), torch.arange(length)[None] < torch.randint(1, 9, (rows, 1))
+        torch.testing.assert_close(mlflow.pytorch.load_model(str(tmp_path / "model"))(*inputs), model(*inputs))
+    with pytest.raises(ValueError, match="cannot be exported with .*its program is made for rows of one length"):
+        mlflow_model._save(OfWords(fixed=True), run, example, str(tmp_path / "fixed"))
+
+
+def test_ragged_features_without_padding_are_refused(tmp_path, uri):
+    columns = [Column("words", "int64", (None,), "list")]
+    config = config_with(uri, features=("words",), encode={"words": {"ragged": True}}, mlflow_log_model=True)
+    config = dataclasses.replace(config, loader=dataclasses.replace(config.loader, ragged="offsets"))
+    run = dataclasses.replace(make_run(tmp_path, config), spec=ModelSpec(build=OfWords, forward=of_words))
+    with pytest.raises(ValueError, match="supports ragged features with loader.ragged: pad, found 'offsets' for 'wor"):
+        mlflow_model.Example.of_zeros(run, columns)
 
 
 def test_packages_that_are_missing_are_named_with_the_extra(monkeypatch):
@@ -476,6 +511,6 @@ def test_S09_the_password_of_a_database_is_in_nothing_that_a_run_writes(tmp_path
 def test_R24_an_exported_model_fills_what_is_not_finite_as_predict_does():
     model = nn.Linear(2, 1)
     config = small_config(1, data={"features": ("x",), "label": None, "nonfinite": "fill", "fill": {"x": 2.0}})
-    compute = mlflow_model._Compute(model, ModelSpec(build=lambda: model), config)
+    compute = mlflow_model._Compute(model, ModelSpec(build=lambda: model), config, config.data.features)
     found = compute(torch.tensor([[1.0, math.nan], [math.inf, 3.0]]))
     assert torch.equal(found, model(torch.tensor([[1.0, 2.0], [2.0, 3.0]])))

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+AVERAGE = "spark_dl.average"
+"""In the state of an optimizer, the key of the average of a parameter (`train.ema_decay`)."""
+
 
 @dataclass(frozen=True)
 class Piece:

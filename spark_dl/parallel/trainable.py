@@ -80,6 +80,9 @@ class Trainable:
     """The ranks that compute a step together on different rows, for `spark_dl.gather_rows`. None: it is an error."""
     state: MeshState | None = None
     """State of which ranks have different parts, in the place of `modules` and `optimizer` in checkpoints."""
+    share_weights: Callable[[], None] = lambda: None
+    """Called after something else than `step` has written the optimizer's parameters, so that the model has them.
+    Collective."""
     sync_weights: Callable[[], None] = lambda: None
     """Makes the weights and buffers equal on all ranks, before an evaluation and a checkpoint. Collective."""
     close: Callable[[], None] = lambda: None

@@ -26,6 +26,7 @@ from spark_dl import storage
 from spark_dl.config import Config
 from spark_dl.config.fields import fixed_on_resume
 from spark_dl.data.columns.schema import Column
+from spark_dl.parallel import pieces
 from spark_dl.parallel.modules import plain_name
 from spark_dl.rundir import checkpoint_files, signing
 from spark_dl.rundir.checkpoint_files import (
@@ -389,7 +390,15 @@ def load_weights(saved: Saved) -> dict[str, Tensor]:
     if "tensors" not in saved.manifest:
         model: dict[str, dict[str, Tensor]] = load(saved, MODEL)
         return {**model["0"], **model.get(AVERAGE, {})}
-    return TensorFiles(saved.url, saved.manifest, "model").read_whole()
+    return {**TensorFiles(saved.url, saved.manifest, "model").read_whole(), **_averages(saved)}
+
+
+def _averages(saved: Saved) -> dict[str, Tensor]:
+    """Returns the average of the weights, which a mesh saves as a part of the optimizer's state."""
+    files = TensorFiles(saved.url, saved.manifest, "optimizer")
+    shapes = {name: shape for name, shape in files.shapes.items() if name.rpartition("/")[2] == pieces.AVERAGE}
+    values = files.read([(name, pieces.whole(shape)) for name, shape in shapes.items()])
+    return {name.rpartition("/")[0]: v.view(shapes[name]) for name, v in zip(shapes, values, strict=True)}
 
 
 def shapes_of(saved: Saved) -> dict[str, list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,19 +11,37 @@ from torch import Tensor, nn
 from spark_dl.parallel.modules import plain_name
 
 
+def nothing() -> None:
+    """Weights that were written are those of the model already."""
+
+
 class WeightAverage:
-    """The average of a model's parameters after each step: `decay * average + (1 - decay) * weights`.
+    """The average of parameters after each step: `decay * average + (1 - decay) * weights`.
 
     It begins with the weights that the run begins with. As these are random, the first steps have a lower decay,
     `(1 + step) / (10 + step)`, as in `tf.train.ExponentialMovingAverage`. Without a decay, it is the mean of the
-    weights after each step from `start` on, and the weights before. Not collective: the weights are the same on all
-    ranks, and so is the average. Buffers, such as the statistics of BatchNorm, are not averaged.
+    weights after each step from `start` on, and the weights before. Not collective: a rank averages what it has, the
+    same weights as all ranks, or in a mesh its parts. Buffers, such as the statistics of BatchNorm, are not averaged.
+
+    Args:
+        parameters: the parameters of the model; in a mesh what this rank has of those of the optimizer.
+        decay: per step; None for the mean.
+        start: the step from which on the mean is taken.
+        share: makes the model have parameters that were written. Collective.
     """
 
-    def __init__(self, module: nn.Module, decay: float | None, *, start: int = 0):
-        self._module, self._decay, self._start = module, decay, start
-        self._parameters = list(module.parameters())
-        self._average = [parameter.detach().clone() for parameter in self._parameters]
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        decay: float | None,
+        *,
+        start: int = 0,
+        share: Callable[[], None] = nothing,
+    ):
+        self._decay, self._start, self._share = decay, start, share
+        self._parameters = list(parameters)
+        self.values = [p.detach().clone(memory_format=torch.contiguous_format) for p in self._parameters]
+        """The average of each parameter, in their order."""
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -32,34 +50,37 @@ class WeightAverage:
             decay = 1 - 1 / (step - self._start + 1) if step >= self._start else 0.0
         else:
             decay = min(self._decay, (1 + step) / (10 + step))
-        for average, parameter in zip(self._average, self._parameters, strict=True):
+        for average, parameter in zip(self.values, self._parameters, strict=True):
             if parameter.is_floating_point():
                 average.lerp_(parameter, 1 - decay)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model has the average of its weights in this block. Takes the memory of one more copy."""
+        """The model has the average of its weights in this block. Takes the memory of one more copy. Collective."""
         kept = [parameter.detach().clone() for parameter in self._parameters]
         try:
-            self._write(self._average)
+            self._write(self.values)
             yield
         finally:
             self._write(kept)
 
     @torch.no_grad()
-    def _write(self, values: list[Tensor]) -> None:
+    def _write(self, values: Sequence[Tensor]) -> None:
         for parameter, value in zip(self._parameters, values, strict=True):
             parameter.copy_(value)
+        self._share()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Returns the average by the names of the parameters. Tied parameters have several names."""
-        places = {id(parameter): i for i, parameter in enumerate(self._parameters)}
-        named = self._module.named_parameters(remove_duplicate=False)
-        return {plain_name(name): self._average[places[id(parameter)]] for name, parameter in named}
+    def state_dict(self, module: nn.Module) -> dict[str, Tensor]:
+        """Returns the average by the names of a module's parameters. Tied parameters have several names."""
+        named, of = module.named_parameters(remove_duplicate=False), self._by_parameter()
+        return {plain_name(name): of[id(parameter)] for name, parameter in named}
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Tensor] | None) -> None:
+    def load_state_dict(self, module: nn.Module, state: Mapping[str, Tensor] | None) -> None:
         """Restores the average. None, of a run without one: it begins with the weights of now."""
-        named = {plain_name(name): parameter for name, parameter in self._module.named_parameters()}
-        for average, (name, parameter) in zip(self._average, named.items(), strict=True):
-            average.copy_(parameter if state is None or name not in state else state[name])
+        of = self._by_parameter()
+        for name, parameter in module.named_parameters():
+            of[id(parameter)].copy_((state or {}).get(plain_name(name), parameter))
+
+    def _by_parameter(self) -> dict[int, Tensor]:
+        return {id(parameter): value for parameter, value in zip(self._parameters, self.values, strict=True)}

@@ -249,10 +249,12 @@ class RunState:
         train = run.config.train
         self.average: WeightAverage | None = None
         """The average of the weights; None without `train.ema_decay` and `train.swa_start`."""
-        if train.ema_decay is not None:
-            self.average = WeightAverage(trainable.modules[0], train.ema_decay)
-        elif train.swa_start is not None:
-            self.average = WeightAverage(trainable.modules[0], None, start=math.ceil(train.swa_start * total_steps))
+        if train.ema_decay is not None or train.swa_start is not None:
+            parts, start = trainable.state, math.ceil((train.swa_start or 0.0) * total_steps)
+            parameters = trainable.modules[0].parameters() if parts is None else parts.optimized_parameters()
+            self.average = WeightAverage(parameters, train.ema_decay, start=start, share=trainable.share_weights)
+            if parts is not None:
+                parts.average = self.average.values
         leaves_out = run.config.checkpoint.weights == "trainable" and world.rank == 0
         self._as_built = frozen_checksums(trainable.modules[0]) if leaves_out else {}
         if run.checkpoint is not None:
@@ -290,7 +292,7 @@ class RunState:
         if trainable.state is None:
             model = {i: _plain_names(plain_state(state, "spec.build: the model")) for i, state in model.items()}
             if self.average is not None:
-                model[AVERAGE] = self.average.state_dict()
+                model[AVERAGE] = self.average.state_dict(trainable.modules[0])
             optimizer = plain_state(optimizer, self._owner)
         return {
             "model": model,
@@ -442,7 +444,7 @@ class RunState:
                 what = f"cannot resume: the weights of {saved.url}"
                 load_into(module, weights[str(i)], what, frozen=saved.frozen if i == 0 else None)
             if self.average is not None:
-                self.average.load_state_dict(weights.get(AVERAGE))
+                self.average.load_state_dict(trainable.modules[0], weights.get(AVERAGE))
             built = trainable.optimizer.state_dict()
             built["state"] = by_name(state["optimizer"]["state"], state["settings"]["names"], self._names)
             trainable.optimizer.load_state_dict(built)

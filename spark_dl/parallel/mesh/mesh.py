@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from spark_dl.gather import RowRanks
@@ -329,6 +330,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         call=part.inside,
         forward=None if part.pipeline is None else part.pipeline.forward,
         counts=groups.at.tensor == 0,
+        share_weights=training.share_weights,
         sync_weights=training.sync_weights,
         sum_over_data=training.sum_over_data,
         takes_counts=not isinstance(part.pipeline, PipeDream),
@@ -434,6 +436,13 @@ class MeshTraining:
             self._optimizer.step()
         if self._flat is not None:
             self._flat.gather_weights()
+
+    def share_weights(self) -> None:
+        if self._flat is not None:
+            self._flat.gather_weights()
+        for module in (self._part.inside or self._part.module).modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # or it would go on with weights that it gathered before
 
     def sync_weights(self) -> None:
         if isinstance(self._part.pipeline, PipeDream):

@@ -57,8 +57,8 @@ EXCLUDES = (
              "found fp16"),
     Conflict("train.compile", lambda c: _cuts(c) and c.train.compile,
              "not supported with parallel.strategy='mesh', which cuts the model; set it to false, or use ddp"),
-    *without_average(lambda c: True, "expected null with parallel.strategy='mesh', whose ranks can have parts of the "
-                     "weights"),
+    *without_average(lambda c: _pipes(c, "pipedream"), "expected null with parallel.schedule='pipedream', whose stages "
+                     "have weights of different steps"),
     Conflict("checkpoint.weights", lambda c: c.checkpoint.weights == "trainable",
              "expected 'all' with parallel.strategy='mesh', whose ranks write their parts of the weights; use ddp"),
     Conflict("train.random_by",

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from spark_dl.parallel.mesh.flat import ShardedBucket, local
 from spark_dl.parallel.mesh.groups import Groups
-from spark_dl.parallel.pieces import Layout, whole
+from spark_dl.parallel.pieces import AVERAGE, Layout, whole
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,8 @@ class MeshState:
         self._model, self._optimizer, self._groups = model, optimizer, groups
         self._buckets = [bucket for bucket in buckets if bucket.shard is not None]
         self._cut, self._experts = dict(cut or {}), dict(experts or {})
+        self.average: Sequence[Tensor] = ()
+        """The averages of `optimized_parameters` (`train.ema_decay`), which are saved with the optimizer's state."""
 
     def tied(self) -> dict[str, str]:
         """Returns further names of tensors, with the name under which each is held."""
@@ -178,6 +180,10 @@ class MeshState:
                     count = local(parameter).numel()
                     yield parameter, [_Slice(name, 0, count, 0, layout, self._writes(name, parameter))]
 
+    def optimized_parameters(self) -> list[Tensor]:
+        """Returns what this rank has of the optimizer's parameters, which can be shards."""
+        return [local(parameter) for parameter, _ in self._optimized()]
+
     def group_names(self) -> list[list[str]]:
         """Returns the names of the model's parameters that each group of the optimizer is made of."""
         of_shard = {id(bucket.shard): bucket.names for bucket in self._buckets}
@@ -200,6 +206,10 @@ class MeshState:
         Tensors that do not have an element for each of the parameter, such as the number of steps, are whole.
         """
         held = {}
+        for average, (_, slices) in zip(self.average, self._optimized(), strict=False):  # () without an average
+            for part in slices:
+                own = Held(average.view(-1)[part.start : part.stop], part.layout, part.writes)
+                held[f"{part.name}/{AVERAGE}"] = own
         for parameter, slices in self._optimized():
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if not isinstance(value, Tensor):
@@ -235,6 +245,7 @@ class MeshState:
             state = self._optimizer.state[parameter]
             state.clear()
             keys = {name.rpartition("/")[2] for part in slices for name in saved if _of(name, part.name)}
+            keys.discard(AVERAGE)
             if lacking := [part.name for part in slices if any(f"{part.name}/{key}" not in saved for key in keys)]:
                 others = ", ".join(part.name for part in slices if part.name not in lacking)
                 raise ValueError(
@@ -244,6 +255,12 @@ class MeshState:
                 )
             for key in sorted(keys):
                 state[key] = self._read_state(parameter, slices, key, read_optimizer, saved)
+        for average, (parameter, slices) in zip(self.average, self._optimized(), strict=False):
+            average.copy_(local(parameter))  # with which an average begins that the checkpoint does not have
+            known = [part for part in slices if f"{part.name}/{AVERAGE}" in saved]
+            values = read_optimizer([(f"{part.name}/{AVERAGE}", part.layout) for part in known])
+            for part, value in zip(known, values, strict=True):
+                average.view(-1)[part.start : part.stop] = value.to(average.device)
 
     def _read_state(
         self, parameter: nn.Parameter, slices: Sequence[_Slice], key: str, read: Read,

@@ -45,7 +45,7 @@ EXCLUDES = (
     Conflict("parallel.hosts", lambda c: bool(c.launch.num_ranks % (getattr(c.parallel, "hosts", None) or 1)),
              "expected a divisor of launch.num_ranks={c.launch.num_ranks}, as hosts have equally many ranks, found "
              "{c.parallel.hosts}"),
-    *without_average(lambda c: True, "expected null with parallel.strategy='auto', whose plans can cut the weights"),
+    *without_average(lambda c: True, "expected null with parallel.strategy='auto', whose plans have no memory for it"),
     _conflict("checkpoint.weights", "trainable", "'all'"),
     _conflict("train.precision", "fp16", "float32 or bf16"),
     _conflict("train.compile", True, "false"),

@@ -141,7 +141,10 @@ class Training:
         )
         self.experts = ExpertBalance(trainable, world, self.config)
         fp16 = self.config.train.precision == "fp16"
-        self.step_check = StepCheck(trainable.modules[0], world.device, gradients=not fp16) if check_steps else None
+        self.step_check: StepCheck | None = None
+        if check_steps:
+            watch = trainable.watch_buckets
+            self.step_check = StepCheck(trainable.modules[0], world.device, gradients=not fp16, watch_buckets=watch)
         self.nonfinite = NonFiniteSteps(trainable, self.step_check, world, self.config, self._name_rows)
         # A driver that trains for all ranks has no batches: its tasks count.
         self.counts_elements = num_ranks is None and counts_elements(self.spec, self.config, loader.columns)

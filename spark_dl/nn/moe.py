@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -245,6 +245,12 @@ class MoE(nn.Module):
     """Sums a tensor over the ranks that have other tokens, in place. Collective. None: there are none."""
     peers: Peers | None = None
     """Ranks with the other experts. None: this rank has all experts."""
+    exists: ClassVar[bool] = False
+    """Whether this process has ever made one, so that models without any are not searched in each pass."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> MoE:
+        MoE.exists = True  # also of a copy, and of one that was unpickled, for which __init__ is not called
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -410,11 +416,15 @@ def moe_layers(model: nn.Module) -> dict[str, MoE]:
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
 
 
+def _layers_of(model: nn.Module) -> list[MoE]:
+    """Returns the mixtures of experts, without a search in the passes of models that have none."""
+    return [module for module in model.modules() if isinstance(module, MoE)] if MoE.exists else []
+
+
 def note_rows(model: nn.Module, weight: Tensor) -> None:
     """Tells all mixtures of experts of a model the weights of the rows of the next batch. # weight: [rows]"""
-    for module in model.modules():
-        if isinstance(module, MoE):
-            module.row_weight, module.auxiliary_losses = weight, []
+    for module in _layers_of(model):
+        module.row_weight, module.auxiliary_losses = weight, []
 
 
 def add_auxiliary_losses(model: nn.Module, losses: Tensor, count: Callable[[], Tensor]) -> Tensor:
@@ -426,8 +436,8 @@ def add_auxiliary_losses(model: nn.Module, losses: Tensor, count: Callable[[], T
     Args:
         count: returns that number. # losses: scalar
     """
-    for module in model.modules():
-        if isinstance(module, MoE) and module.auxiliary_loss is not None:
+    for module in _layers_of(model):
+        if module.auxiliary_loss is not None:
             auxiliary = torch.stack(module.auxiliary_losses or [module.auxiliary_loss]).sum()
             module.auxiliary_loss = module.auxiliary_losses = None
             if losses.requires_grad and not auxiliary.requires_grad and module.router_is_trained:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from spark_dl.config.checks import SettingError, check, check_bool, check_choices, check_number
@@ -26,7 +27,7 @@ from spark_dl.parallel.exchange.exchange import average_whole, build_exchange
 from spark_dl.parallel.exchange_clock import ExchangeClock, build_clock
 from spark_dl.parallel.loss import Count, Inside, noting_counts, unused_message
 from spark_dl.parallel.modules import check_same_model, module_state_kept, synchronize_batchnorm
-from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimization
+from spark_dl.parallel.trainable import NoteBucket, Scaler, Trainable, add_gradients, build_optimization
 from spark_dl.spec import Batch, ModelSpec
 
 if TYPE_CHECKING:
@@ -162,6 +163,7 @@ def average_gradients(
     exchange = build_exchange(model, world, settings, timeout_s=config.launch.collective_timeout_s)
     is_final = False  # the layout of DDP's buckets
     wrapped: DistributedDataParallel | None = None
+    note: NoteBucket | None = None
     scaler = Scaler(optimization.optimizer, config, world.device)
 
     def backward(micro_batches: Sequence[Batch], count: Count) -> Tensor:
@@ -184,15 +186,23 @@ def average_gradients(
             wrapped = _wrap(model, size_mib, world, settings)
             if clock is not None:
                 clock.watch_buffers(wrapped)
-            if exchange is not None:
-                hook = exchange.hook
-                wrapped.register_comm_hook(None, lambda _, bucket: hook(bucket) if is_final else average_whole(bucket))
+            if exchange is not None or note is not None:
+                wrapped.register_comm_hook(None, lambda _, bucket: send(bucket))
             for _ in range(2 if settings.static_graph else 1):
                 trial()
             is_final = True
         total = backward(micro_batches, count)
         scaler.unscale()
         return total
+
+    def send(bucket: dist.GradBucket) -> Future[Tensor]:
+        if is_final and note is not None:
+            note(bucket)
+        return average_whole(bucket) if exchange is None or not is_final else exchange.hook(bucket)
+
+    def watch_buckets(watched: NoteBucket) -> None:
+        nonlocal note
+        note = watched
 
     def sync_weights() -> None:
         # DDP broadcasts rank 0's buffers before each forward pass, so they differ after it.
@@ -217,6 +227,7 @@ def average_gradients(
         step=scaler.step,
         skip_step=scaler.skip,
         extra_state={"bucket_size": bucket_size, **scaler.state},
+        watch_buckets=watch_buckets,
         sync_weights=sync_weights,
         row_ranks=RowRanks(world.world_size),
         rank_state=exchange.rank_state if exchange else {},

@@ -347,6 +347,8 @@ def _check_not_repeated(loss: Any, losses: Any, output: Any, target: Any, label:
         return
     if output.shape == target.shape or (losses.shape == output.shape and not _is_of_torch(loss)):
         return
+    if losses.ndim < max(output.ndim, target.ndim):  # as of scores of classes; the rest takes time
+        return
     with contextlib.suppress(RuntimeError):  # shapes that cannot be broadcast
         if losses.shape == torch.broadcast_shapes(output.shape, target.shape):
             raise ValueError(

@@ -8,9 +8,10 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from spark_dl.config.checks import listed
@@ -32,6 +33,11 @@ from spark_dl.spec import Batch, ModelSpec, NumberedBatch, Output
 if TYPE_CHECKING:
     from spark_dl.config import Config
     from spark_dl.parallel.mesh.state import MeshState
+
+
+NoteBucket: TypeAlias = Callable[[dist.GradBucket], None]
+"""Looks at the gradients of this rank, before they are sent."""
+WatchBuckets: TypeAlias = Callable[[NoteBucket], None]
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,9 @@ class Trainable:
     """The ranks that compute a step together on different rows, for `spark_dl.gather_rows`. None: it is an error."""
     state: MeshState | None = None
     """State of which ranks have different parts, in the place of `modules` and `optimizer` in checkpoints."""
+    watch_buckets: WatchBuckets | None = None
+    """Makes a function known that is called with each bucket of this rank's gradients before it is sent. None for a
+    strategy that does not send buckets in each step."""
     share_weights: Callable[[], None] = lambda: None
     """Called after something else than `step` has written the optimizer's parameters, so that the model has them.
     Collective."""
@@ -98,12 +107,12 @@ def add_gradients(
     """Adds this rank's gradients of the sum of the true rows' losses to `.grad`. Returns that sum, a float32 scalar.
 
     Args:
-        scale: (loss sum of a micro-batch) -> scalar for backward.
+        scale: (loss sum of a micro-batch) -> what the backward pass begins with, a multiple of it.
         call: calls the functions of the spec inside the strategy's wrapper; by default with the model.
         before_last: context of all micro-batches except the last, such as DDP's `no_sync`.
         clock: measures how long the backward passes wait for exchanges after their last gradient.
     """
-    total = torch.zeros((), device=device)
+    total: Tensor | None = None
     compute: Callable[..., tuple[Output | None, Tensor]] = functools.partial(
         weighted_loss_sum, spec, model, config=config, call=call
     )
@@ -119,13 +128,13 @@ def add_gradients(
         with contextlib.nullcontext() if is_last else before_last(), random:
             with misfits_named(on_device):
                 _, losses = compute(batch=on_device)
-            scaled = scale(losses)
             if clock is not None:
-                clock.watch_backward(scaled)
-            scaled.backward()
-        total += losses.detach()
+                clock.watch_backward(losses)
+            losses.backward(scale(torch.ones_like(losses)))  # which is the gradient of scale(losses)
+        total = losses.detach() if total is None else total + losses.detach()
     if clock is not None:
         clock.end_backward()
+    assert total is not None
     return total
 
 

@@ -1,6 +1,7 @@
 """NaN and Inf stop every strategy before they are saved or returned, and the error names where they began."""
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -14,6 +15,7 @@ from spark_dl.config import strategies
 from spark_dl.launch.rank import rendezvous
 from spark_dl.rundir import checkpoint
 from spark_dl.rundir.metrics import read_metrics
+from spark_dl.training import finite
 from tests.builders.models import build_mlp, build_never_finite, small_config
 from tests.builders.row_places import rows_named
 from tests.builders.settings import parallel as make_parallel
@@ -100,6 +102,32 @@ def test_F22_nan_in_a_gradient_of_one_rank_stops_all_and_names_that_rank(tmp_pat
     errors = errors_of(run)
     assert_named(errors, run, rank=BAD_RANK, step=step, what="the gradient of 'net.0.weight'", last=last)
     assert_rows_named(errors, run)
+
+
+def error_by_buckets(run, *, waits):
+    """As `error_of_rank`, of a model with many parameters; waits: False as on a GPU, True as on a CPU."""
+    few, finite._FEW_PARAMETERS = finite._FEW_PARAMETERS, 0
+    loop.StepCheck = functools.partial(finite.StepCheck, waits=waits)
+    try:
+        return error_of_rank(run)
+    finally:
+        finite._FEW_PARAMETERS, loop.StepCheck = few, finite.StepCheck
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("waits", [True, False], ids=["as on a CPU", "as on a GPU"])
+@pytest.mark.parametrize("name", [*STRATEGIES, "skip"])
+def test_a_bucket_of_gradients_is_looked_at_before_it_is_sent(tmp_path, name, waits):
+    train = {"on_nonfinite": "skip"} if name == "skip" else {}
+    run = run_with_bad_row(
+        tmp_path, config_of(STRATEGIES.get(name, {}), 2, train), rank=BAD_RANK, step=4, num_trainers=2
+    )
+    results = run_ranks(functools.partial(error_by_buckets, waits=waits), 2, run)
+    if name == "skip":
+        assert [result["skipped_steps"] for _, result in results] == [1, 1]
+        return
+    for error, _ in results:
+        assert "the gradient of 'net.0.weight' is not finite (NaN or Inf) on rank 1 in step 4" in error
 
 
 @pytest.mark.parametrize("factor", [math.inf, -math.inf], ids=str)

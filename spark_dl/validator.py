@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import queue
 import threading
 import time
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from spark_dl import storage
 from spark_dl.checks.settings import evaluation_config, launch_of
 from spark_dl.config import Config
-from spark_dl.config.load import as_read
 from spark_dl.driver import evaluating
 from spark_dl.launch import preflight
 from spark_dl.launch.session import find_session
@@ -75,7 +75,7 @@ class Validator:
         self.failed: list[tuple[str, Exception]] = []
         """The URLs of checkpoints that could not be evaluated, with the errors."""
         self._data, self._spec, self._config = as_sources(data, "Validator"), spec, config or Config()
-        self._num_ranks, self._spark = num_ranks, find_session(data, spark)
+        self._num_ranks, self._spark = num_ranks, find_session(self._data, spark)
         self._last: str | None = None
         self._events: queue.Queue[Mapping[str, Any] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._evaluate_all, name="spark_dl validator", daemon=True)
@@ -86,17 +86,23 @@ class Validator:
             self._events.put(event)
 
     def best(self, metric: str = "loss", mode: Literal["min", "max"] | None = None) -> dict[str, Any]:
-        """Returns the best of `results` by the loss or a metric.
+        """Returns the best of `results` by the loss or a metric. NaN is never the best value.
 
-        Raises LookupError if there is none, and ValueError if the metric does not say which value is better, and
-        `mode`, `min` or `max`, is not given.
+        Raises LookupError if there is none, and ValueError for an unknown metric, and for one that does not say which
+        value is better if `mode`, `min` or `max`, is not given.
         """
-        told = dataclasses.replace(self._config.train, early_stop_metric=metric, early_stop_mode=mode)
-        mode = row_metrics.with_mode(self._spec, dataclasses.replace(self._config, train=told)).train.early_stop_mode
         if not self.results:
             raise LookupError("Validator.best: no checkpoint has been evaluated")
-        sign = -1 if mode == "max" else 1
-        return min(self.results, key=lambda result: sign * float(result["metrics"][metric]))
+        if metric not in (known := self.results[0]["metrics"]):
+            raise ValueError(f"Validator.best: expected one of {[*known]}, found {metric!r}")
+        told = dataclasses.replace(self._config.train, early_stop_metric=metric, early_stop_mode=mode)
+        mode = row_metrics.with_mode(self._spec, dataclasses.replace(self._config, train=told)).train.early_stop_mode
+
+        def cost(result: Mapping[str, Any]) -> float:
+            value = float(result["metrics"][metric])
+            return math.inf if math.isnan(value) else -value if mode == "max" else value
+
+        return min(self.results, key=cost)
 
     def __enter__(self) -> Validator:
         """Checks that there are slots for both, and starts to wait for checkpoints."""
@@ -132,7 +138,7 @@ class Validator:
                 start, url = time.perf_counter(), event["url"]
                 self._last = url
                 try:
-                    saved = checkpoint.find(url, only_weights=True)
+                    saved = checkpoint.find(url, only_weights=True, key_file=self._config.checkpoint.signing_key_file)
                     if evaluate is None:
                         evaluate = until_done.enter_context(self._evaluating(saved))
                     metrics = evaluate(saved)
@@ -157,7 +163,7 @@ class Validator:
     def _evaluating(
         self, saved: checkpoint.Saved
     ) -> contextlib.AbstractContextManager[Callable[[checkpoint.Saved], dict[str, Any]]]:
-        config = evaluation_config(as_read(saved.manifest["config"]), self._data)
+        config = evaluation_config(self._config, self._data)
         launch = dataclasses.replace(config.launch, num_ranks=self._num_ranks, min_ranks=None)
         config = dataclasses.replace(config, launch=launch, parallel=Config().parallel)  # each rank has the whole model
         return evaluating(self._data, self._spec, config, saved, spark=self._spark, progress=False)

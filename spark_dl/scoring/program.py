@@ -101,7 +101,10 @@ class Program(nn.Module):
 def input_names(features: Sequence[str], columns: Sequence[Column]) -> list[str]:
     """Returns the tensors that a program is called with: the features, each ragged one with its mask after it."""
     ragged = {c.name for c in columns if c.is_ragged}
-    return [name for feature in features for name in (feature, f"{feature}_mask")[: 1 + (feature in ragged)]]
+    names: list[str] = []
+    for feature in features:
+        names += [feature, f"{feature}_mask"] if feature in ragged else [feature]
+    return names
 
 
 def export_program(model: nn.Module, spec: ModelSpec, config: Config, columns: Sequence[Column]) -> bytes:

@@ -64,7 +64,7 @@ def rows_of(df, *names):
 @pytest.fixture
 def texts(spark):
     rows = [(0, "the quick fox", "dog"), (1, "hello", "friend there fox"), (2, None, "dog"), (3, "dog fox dog fox", "")]
-    return spark.createDataFrame(rows, "n int, text string, answer string")
+    return spark.createDataFrame(rows, "n int, text string, answer string").coalesce(1)  # one worker loads transformers
 
 
 def test_texts_become_tokens_with_those_of_the_tokenizers_folder(texts, tmp_path):
@@ -218,7 +218,9 @@ def build_gpt2():
 def test_packs_of_texts_train_and_have_the_loss_of_the_texts(spark, tmp_path):
     rng = np.random.default_rng(3)
     texts = [(" ".join(rng.choice(WORDS, rng.integers(1, 15))),) for _ in range(200)]
-    tokens = spark_dl.tokenize(spark.createDataFrame(texts, "text string"), "text", tokenizer(), labels="all")
+    tokens = spark_dl.tokenize(
+        spark.createDataFrame(texts, "text string").coalesce(1), "text", tokenizer(), labels="all"
+    )
     packs = spark_dl.pack_rows(tokens, 32)
     spec = ModelSpec(build=build_gpt2, batch_loss=spark_dl.nn.causal_lm_loss)
     names = ("input_ids", "labels", "position_ids")
@@ -248,7 +250,7 @@ def of_tokens(model, batch):
 
 @pytest.mark.modes("local")
 def test_tokens_of_another_tokenizer_are_an_error_wherever_a_model_gets_them(spark, tmp_path):
-    texts = spark.sql("SELECT 'the quick fox' AS text, 1.0f AS label FROM range(40)")
+    texts = spark.sql("SELECT 'the quick fox' AS text, 1.0f AS label FROM range(0, 40, 1, 1)")
     spec = ModelSpec(build=build_mean, forward=of_tokens, loss="MSELoss")
     data = {"features": ("input_ids",), "label": "label", "encode": {"input_ids": {"ragged": True}}}
     config = small_config(2, {"epochs": 1, "validation_fraction": 0.0}, data)

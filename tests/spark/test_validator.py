@@ -29,7 +29,7 @@ SPEC = ModelSpec(build=build_mlp, forward=forward, loss="CrossEntropyLoss")
 
 def rows(spark, first, last):
     cells = [f"CAST(({n} * id) % 17 / 17 AS FLOAT) AS {name}" for n, name in zip((1, 3, 5, 7), "abcd", strict=True)]
-    return spark.range(first, last, 1, 3).selectExpr(*cells, "id % 3 AS label")
+    return spark.range(first, last, 1, 1).selectExpr(*cells, "id % 3 AS label")
 
 
 def config(num_ranks=2, **checkpoints):
@@ -54,6 +54,12 @@ def test_each_checkpoint_has_the_metrics_of_an_evaluation_and_the_weights_do_not
     for metric, of_all in (("loss", min), ("accuracy", max)):
         expected = of_all(line["metrics"][metric] for line in validator.results)
         assert validator.best(metric)["metrics"][metric] == expected
+
+    with pytest.raises(ValueError, match=r"Validator.best: expected one of \['loss', 'accuracy'\], found 'recall'"):
+        validator.best("recall")
+    validator.results.insert(0, {**validator.results[0], "metrics": {"loss": float("nan"), "accuracy": 0.0}})
+    assert validator.best()["metrics"]["loss"] < 2
+    del validator.results[0]
 
     lines = [line for line in read_metrics(url) if line["kind"] == "validation"]
     assert [(line["step"], line["metrics"]) for line in lines] == [

@@ -148,6 +148,9 @@ CONFLICTS = (
     Conflict("train.compile", lambda c: c.train.compile and (_replaces_weights(c) or c.parallel.all_gpus),
              "not supported with parallel.strategy={c.parallel.strategy!r}, which copies or replaces the weights of "
              "the model; set it to false, or use ddp, horovod, local_sgd or single"),
+    Conflict("train.activation_checkpointing", lambda c: bool(c.train.activation_checkpointing) and c.parallel.by_spark,
+             "expected none with parallel.strategy={c.parallel.strategy!r}, which compares exchanges, found "
+             "{c.train.activation_checkpointing}; use ddp"),
     Conflict("train.random_by", lambda c: c.train.random_by == "row" and c.train.compile,
              "expected 'rank' with train.compile, whose kernels draw numbers of their own, found 'row'"),
     Conflict("train.random_by", lambda c: c.train.random_by == "row" and c.parallel.all_gpus,

@@ -91,15 +91,19 @@ def begin(
 
 
 def for_rank(run: Run) -> Run:
-    """Returns the run with the weights of `train.init_from`, if no driver has prepared it, as under torchrun."""
-    url = run.config.train.init_from
-    if url is None or run.checkpoint is not None or isinstance(run.spec.build, InitialWeights):
-        return run
-    saved = _find(url, run.config)
-    if run.train.columns:
-        check_reference_columns(run.train.select(run.config.data.columns), saved.columns)
-    spec = dataclasses.replace(run.spec, build=InitialWeights(run.spec.build, saved.url, saved.sha256))
-    return dataclasses.replace(run, spec=spec)
+    """Returns the run with what the settings do to the model of `spec.build`: `train.activation_checkpointing`, and the
+    weights of `train.init_from`, if no driver has prepared it, as under torchrun."""
+    url, build = run.config.train.init_from, run.spec.build
+    if url is not None and run.checkpoint is None and not isinstance(build, InitialWeights):
+        saved = _find(url, run.config)
+        if run.train.columns:
+            check_reference_columns(run.train.select(run.config.data.columns), saved.columns)
+        build = InitialWeights(build, saved.url, saved.sha256)
+    if run.config.train.activation_checkpointing:
+        from spark_dl.parallel.recompute import Recomputed  # which most runs need not load
+
+        build = Recomputed(build, run.config.train.activation_checkpointing)
+    return run if build is run.spec.build else dataclasses.replace(run, spec=dataclasses.replace(run.spec, build=build))
 
 
 def _find(url: str, config: Config) -> checkpoint.Saved:

@@ -57,6 +57,7 @@ EXCLUSIVE = [  # the key that the error names, and settings of which each is val
         ("train.compile", strategy, {"compile": True})
         for strategy in (SERVED, {"parallel": TreeReduce()}, {"parallel": DPSingleProcess()})
     ),
+    ("train.activation_checkpointing", {"parallel": TreeReduce()}, {"activation_checkpointing": "full"}),
     ("train.random_by", {"random_by": "row"}, {"compile": True}),
     ("train.random_by", {"random_by": "row"}, {"parallel": DPSingleProcess()}),
     ("train.channels_last", {"parallel": ShuffleReduce()}, {"channels_last": True}),

@@ -18,8 +18,10 @@ What activations are, at a point of the forward pass: whole, or slices of featur
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -218,6 +220,21 @@ class Flow:
         entered = copied(x, self.ranks) if axis is None else gathered(x, axis, self.length, self.ranks)
         self.entered = (x, x._version, entered) if has_version else None
         return entered
+
+    def kept(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context with the state of now, for layers that are called again in the backward pass."""
+        then = dataclasses.replace(self, entered=None)
+
+        @contextlib.contextmanager
+        def with_it() -> Iterator[None]:
+            before = dict(vars(self))
+            vars(self).update(vars(then))
+            try:
+                yield
+            finally:
+                vars(self).update(before)
+
+        return with_it()
 
     def leave(self, *, sequence: int | None) -> None:
         """Notes that slices of features or heads end here. sequence: axis of which the activations are slices now."""

@@ -26,6 +26,7 @@ from spark_dl.parallel.mesh.tensor.sequence import Stack, find_stacks
 from spark_dl.parallel.mesh.tensor.styles import Columns, Heads, RowParallelInput, Vocabulary, slice_dropout
 from spark_dl.parallel.mesh.tensor.words import COLUMNS, ROWS, Box, cuts, is_norm, take
 from spark_dl.parallel.modules import check_hooks, names_of
+from spark_dl.parallel.recompute import keep_states
 
 _SUMS = "replicated_with_grad_allreduce"
 
@@ -73,6 +74,7 @@ def parallelize_tensors(
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.detach(), group_src=0, group=ranks.group)
     flow = Flow(ranks)
+    keep_states(model, flow.kept)
     stacks = find_stacks(model, plan) if sequence else []
     slices |= _cut_parameters(model, plan, ranks)
     styles = {name: style for name, word in plan.items() if (style := _style(name, word, model, flow, stacks))}

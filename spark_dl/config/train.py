@@ -77,7 +77,7 @@ class Train:
     channels_last: bool = may_change(False)
     """Keep images, the tensors with 4 axes of the model and of batches, in the memory format `channels_last`, which
     convolutions in bf16 and fp16 on GPUs prefer."""
-    activation_checkpointing: tuple[str, ...] = may_change(())
+    activation_checkpointing: Literal["full"] | tuple[str, ...] = may_change(())
     """Layers that keep only their inputs in the forward pass, and compute their activations again in the backward pass,
     which takes less memory and more time: names of modules or patterns of these, such as `["encoder.layers.*"]`; or
     `full`, for the layers of all lists and chains of modules. The weights stay the same."""
@@ -174,10 +174,10 @@ class Train:
                 raise SettingError("train.param_groups", f"group {i}: {error}") from error
         object.__setattr__(self, "param_groups", tuple(map(dict, self.param_groups)))
         given = self.activation_checkpointing
-        layers = (given,) if isinstance(given, str) else given
-        are_names = isinstance(layers, tuple | list) and all(isinstance(name, str) and name for name in layers)
-        check(are_names, "train.activation_checkpointing", "'full', or a list of names or patterns of modules", given)
-        object.__setattr__(self, "activation_checkpointing", tuple(layers))
+        are_names = isinstance(given, tuple | list) and all(isinstance(name, str) and name for name in given)
+        fits = are_names or given == "full"
+        check(fits, "train.activation_checkpointing", "'full', or a list of names or patterns of modules", given)
+        object.__setattr__(self, "activation_checkpointing", given if given == "full" else tuple(given))
         for name in ("optimizer_args", "scheduler_args", "metrics"):
             value = getattr(self, name)
             check(isinstance(value, Mapping), f"train.{name}", "a mapping of names to values", value)

@@ -23,7 +23,7 @@ class Recomputed:
     """A `ModelSpec.build` whose layers compute their activations again. Called on every rank."""
 
     build: Callable[[], nn.Module]
-    patterns: tuple[str, ...]
+    patterns: str | Sequence[str]
     """`train.activation_checkpointing`."""
 
     def __call__(self) -> nn.Module:
@@ -34,7 +34,7 @@ class Recomputed:
         return model
 
 
-def recompute_activations(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+def recompute_activations(model: nn.Module, patterns: str | Sequence[str]) -> list[str]:
     """Makes layers of a model keep their inputs only, and compute their activations again. Returns their names.
 
     In place: names, parameters and hooks of modules stay as they are. Random numbers are the same when they are drawn
@@ -49,7 +49,7 @@ def recompute_activations(model: nn.Module, patterns: Sequence[str]) -> list[str
     """
     names = [name for name, _ in model.named_modules() if name]
     chosen: list[str] = []
-    for pattern in patterns:
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
         found = _layers(model) if pattern == FULL else [name for name in names if fnmatchcase(name, pattern)]
         if not found:
             shown = ", ".join(names[:20])

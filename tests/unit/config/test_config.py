@@ -168,7 +168,7 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
     (Train, "train.clip_grad_norm", [0, -1, NAN, INF, "1"]),
     (Train, "train.precision", ["float16", "fp32", None]),
     (Train, "train.compile", [0, 1, "true", None]),
-    (Train, "train.activation_checkpointing", [None, True, 1, ("",), (1,), {"a": 1}]),
+    (Train, "train.activation_checkpointing", [None, True, 1, "layers.*", ("",), (1,), {"a": 1}]),
     (Train, "train.random_by", ["rows", None]),
     (Train, "train.check_batch_loss", [0, 1, "true", None]),
     (Train, "train.channels_last", [0, 1, "true", None]),

@@ -290,6 +290,7 @@ def test_a_pipeline_that_was_saved_takes_texts_without_the_folder_of_its_tokeniz
     assert stage.transform(texts).orderBy("n").collect() == expected
     words = spark_dl.ml.TorchRegressor(
         build_mean, featuresCol="input_ids", labelCol="n", numRanks=1, saveFormat="export",
+        runDir=str(tmp_path / "run"),
         settings={"data.encode": {"input_ids": {"ragged": True}}, "data.cast": {"n": "float32"}},
     )  # fmt: skip
     fitted = Pipeline(stages=[stage, words]).fit(texts.where("text IS NOT NULL"))

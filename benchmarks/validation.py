@@ -58,7 +58,7 @@ def measure(spark: Any, *, repeats: int = 3, scale: float = 1.0) -> dict[str, An
                 blocked = sum(
                     line["seconds"] if line["kind"] == "checkpoint" else line.get("validation_s") or 0.0
                     for line in read_metrics(result.run_dir)
-                    if line["kind"] in ("checkpoint", "epoch") or (line["kind"] == "validation" and validator is None)
+                    if line["kind"] in ("checkpoint", "epoch", "validation")
                 )
                 if i:  # the first time warms up
                     found[way].append({"blocked_s": blocked, "training_s": result.seconds, "seconds": seconds})

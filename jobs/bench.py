@@ -193,8 +193,8 @@ def _on_spark(add: Any) -> None:
         "padded, sorted by length, and with packs; TRL padded, and with packs", bench_packing, repeats=3,
     )  # fmt: skip
     of_validation = add(
-        "validation", "seconds for which a training of a small CNN stands still to be validated every 20 steps: in its "
-        "loop, and beside it", bench_validation, repeats=3,
+        "validation", "seconds that validations every 20 steps take from the training of a small CNN: with "
+        "validate_every_steps, and with a Validator", bench_validation, repeats=3,
     )  # fmt: skip
     of_loader = add(
         "loader", "rows per second of a shuffled epoch: spark_dl, Petastorm, Mosaic, WebDataset, Ray Data, HF, "

@@ -173,11 +173,7 @@ class Train:
             except SettingError as error:
                 raise SettingError("train.param_groups", f"group {i}: {error}") from error
         object.__setattr__(self, "param_groups", tuple(map(dict, self.param_groups)))
-        given = self.activation_checkpointing
-        are_names = isinstance(given, tuple | list) and all(isinstance(name, str) and name for name in given)
-        fits = are_names or given == "full"
-        check(fits, "train.activation_checkpointing", "'full', or a list of names or patterns of modules", given)
-        object.__setattr__(self, "activation_checkpointing", given if given == "full" else tuple(given))
+        object.__setattr__(self, "activation_checkpointing", _layers_of(self.activation_checkpointing))
         for name in ("optimizer_args", "scheduler_args", "metrics"):
             value = getattr(self, name)
             check(isinstance(value, Mapping), f"train.{name}", "a mapping of names to values", value)
@@ -213,6 +209,15 @@ class Train:
             "train.validation_fraction", "1/k for the k folds of train.validation_fold", self.validation_fraction,
         )  # fmt: skip
         check(int(self.validation_fold or 0) < folds, "train.validation_fold", f"below {folds}", self.validation_fold)
+
+
+def _layers_of(given: Any) -> Literal["full"] | tuple[str, ...]:
+    """Returns the value of `activation_checkpointing`. Raises SettingError for another type."""
+    if given == "full":
+        return "full"
+    are_names = isinstance(given, tuple | list) and all(isinstance(name, str) and name for name in given)
+    check(are_names, "train.activation_checkpointing", "'full', or a list of names or patterns of modules", given)
+    return tuple(given)
 
 
 def _check_optimizer(key: str, name: Any) -> None:

@@ -412,18 +412,13 @@ def _check_experts(experts: nn.Module, num_experts: int, hidden: Any) -> None:
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoE]:
-    """Returns the mixtures of experts of a model, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
-
-
-def _layers_of(model: nn.Module) -> list[MoE]:
-    """Returns the mixtures of experts, without a search in the passes of models that have none."""
-    return [module for module in model.modules() if isinstance(module, MoE)] if MoE.exists else []
+    """Returns the mixtures of experts of a model, by name. No search where none can be, as each pass asks for them."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, MoE)} if MoE.exists else {}
 
 
 def note_rows(model: nn.Module, weight: Tensor) -> None:
     """Tells all mixtures of experts of a model the weights of the rows of the next batch. # weight: [rows]"""
-    for module in _layers_of(model):
+    for module in moe_layers(model).values():
         module.row_weight, module.auxiliary_losses = weight, []
 
 
@@ -436,7 +431,7 @@ def add_auxiliary_losses(model: nn.Module, losses: Tensor, count: Callable[[], T
     Args:
         count: returns that number. # losses: scalar
     """
-    for module in _layers_of(model):
+    for module in moe_layers(model).values():
         if module.auxiliary_loss is not None:
             auxiliary = torch.stack(module.auxiliary_losses or [module.auxiliary_loss]).sum()
             module.auxiliary_loss = module.auxiliary_losses = None

@@ -396,9 +396,8 @@ def load_weights(saved: Saved) -> dict[str, Tensor]:
 def _averages(saved: Saved) -> dict[str, Tensor]:
     """Returns the average of the weights, which a mesh saves as a part of the optimizer's state."""
     files = TensorFiles(saved.url, saved.manifest, "optimizer")
-    shapes = {name: shape for name, shape in files.shapes.items() if name.rpartition("/")[2] == pieces.AVERAGE}
-    values = files.read([(name, pieces.whole(shape)) for name, shape in shapes.items()])
-    return {name.rpartition("/")[0]: v.view(shapes[name]) for name, v in zip(shapes, values, strict=True)}
+    names = [name for name in files.shapes if name.rpartition("/")[2] == pieces.AVERAGE]
+    return {name.rpartition("/")[0]: value for name, value in files.read_whole(names).items()}
 
 
 def shapes_of(saved: Saved) -> dict[str, list[int]]:

@@ -526,9 +526,9 @@ class TensorFiles:
         except ValueError as error:
             raise DamagedError(storage.join(self.url, MANIFEST), f"{name!r}: {error}") from error
 
-    def read_whole(self) -> dict[str, Tensor]:
-        """Returns all tensors, whole, by name. Raises DamagedError as `read` does."""
-        shapes = self.shapes
+    def read_whole(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Returns all tensors, or some, whole, by name. Raises DamagedError as `read` does."""
+        shapes = self.shapes if names is None else {name: self.shapes[name] for name in names}
         values = self.read([(name, whole(shape)) for name, shape in shapes.items()])
         return {name: value.view(shape) for value, (name, shape) in zip(values, shapes.items(), strict=True)}
 

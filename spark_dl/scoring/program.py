@@ -118,13 +118,13 @@ def export_program(model: nn.Module, spec: ModelSpec, config: Config, columns: S
             f"format='export' supports ragged columns with loader.ragged: pad, found {config.loader.ragged!r}; use "
             "format='weights'"
         )
-    names = input_names(config.data.features, columns)
-    whole = _Whole(model, spec, config, names)
+    example = zeros_for(config, columns, 3)
+    whole = _Whole(model, spec, config, [*example])
     rows: Any = torch.export.Dim.DYNAMIC if is_ragged else torch.export.Dim("rows", min=1)
     ragged = {name for c in columns if c.is_ragged for name in input_names([c.name], columns)}
-    open_axes = [{0: rows, **({1: torch.export.Dim.DYNAMIC} if name in ragged else {})} for name in names]
+    open_axes = [{0: rows, **({1: torch.export.Dim.DYNAMIC} if name in ragged else {})} for name in example]
     try:
-        program = torch.export.export(whole, _example(names, config, columns, 3), dynamic_shapes=(tuple(open_axes),))
+        program = torch.export.export(whole, (*example.values(),), dynamic_shapes=(tuple(open_axes),))
     except Exception as error:  # torch.export raises many types
         cause = str(error).partition("\n")[0]
         raise ValueError(
@@ -132,7 +132,7 @@ def export_program(model: nn.Module, spec: ModelSpec, config: Config, columns: S
         ) from error
     if is_ragged:
         try:
-            check_other_lengths(program.module(), whole, _example(names, config, columns, 5))
+            check_other_lengths(program.module(), whole, [*zeros_for(config, columns, 5).values()])
         except ValueError as error:
             raise ValueError(f"format='export' does not support this model: {error}; use format='weights'") from error
     with tempfile.TemporaryDirectory(prefix=temporary_prefix()) as folder:
@@ -179,11 +179,11 @@ class _Whole(nn.Module):
         return self._spec.predictions(self._spec.output(self.model, batch, self._inputs))
 
 
-def _example(names: Sequence[str], config: Config, columns: Sequence[Column], longest: int) -> tuple[Tensor, ...]:
-    """Returns inputs of two rows of zeros, whose ragged features are padded to a length."""
+def zeros_for(config: Config, columns: Sequence[Column], longest: int) -> dict[str, Tensor]:
+    """Returns inputs of a program by name, in their order: two rows of zeros, with ragged features of this length."""
     cells = [two_rows_of_zeros(c, longest) for c in columns]
     batch = build_batch(cast_columns(columns, config.data.cast), cells, config.loader.ragged)
-    return tuple(batch[name] for name in names)
+    return {name: batch[name] for name in input_names(config.data.features, columns)}
 
 
 def check_other_lengths(program: nn.Module, model: nn.Module, inputs: Sequence[Tensor]) -> None:

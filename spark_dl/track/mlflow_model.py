@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from spark_dl.config import Config
-from spark_dl.data.columns.batch import build_batch, cast_columns, two_rows_of_zeros
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.load.build import build_loader
 from spark_dl.evaluate import load_model
 from spark_dl.rundir import checkpoint
-from spark_dl.scoring.program import check_other_lengths, input_names
+from spark_dl.scoring.program import check_other_lengths, zeros_for
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.storage.owner import temporary_prefix
 from spark_dl.track.mlflow_run import MlflowRun
@@ -61,20 +60,18 @@ class Example:
     @classmethod
     def of_zeros(cls, run: Run, columns: Sequence[Column]) -> Example:
         """Returns two rows of zeros, for rows that only the ranks have."""
-        names, ragged = run.config.data.features, run.config.loader.ragged
-        features = [c for c in cast_columns(columns, run.config.data.cast) if c.name in names]
+        features, ragged = [c for c in columns if c.name in run.config.data.features], run.config.loader.ragged
         is_ragged = [c.name for c in features if c.is_ragged]
         if is_ragged and ragged != "pad":
             raise ValueError(
                 f"track.mlflow_log_model: supports ragged features with loader.ragged: pad, found {ragged!r} for "
                 f"{is_ragged[0]!r}; set it to false, and save the model with spark_dl.save_model"
             )
-
-        def padded(longest: int) -> dict[str, np.ndarray[Any, Any]]:
-            batch = build_batch(features, [two_rows_of_zeros(c, longest) for c in features], ragged)
-            return {name: batch[name].numpy() for name in input_names(names, features)}
-
-        return cls(padded(3), padded(5)) if is_ragged else cls(padded(1))
+        short, longer = (
+            {name: value.numpy() for name, value in zeros_for(run.config, features, longest).items()}
+            for longest in (3, 5)
+        )
+        return cls(short, longer if is_ragged else None)
 
 
 def _two_rows(values: Tensor) -> np.ndarray[Any, Any]:
@@ -176,7 +173,7 @@ def _with_open_lengths(signature: Any, inputs: Sequence[np.ndarray[Any, Any]], o
     from mlflow.types import Schema, TensorSpec
 
     named = _to_numpy(output)
-    found = (inputs, list(named.values()) if isinstance(named, dict) else [named])
+    of_longer_rows = (inputs, list(named.values()) if isinstance(named, dict) else [named])
     schemas = [
         Schema([
             TensorSpec(
@@ -184,7 +181,7 @@ def _with_open_lengths(signature: Any, inputs: Sequence[np.ndarray[Any, Any]], o
             )
             for spec, longer in zip(schema.inputs, arrays, strict=True)
         ])
-        for schema, arrays in zip((signature.inputs, signature.outputs), found, strict=True)
+        for schema, arrays in zip((signature.inputs, signature.outputs), of_longer_rows, strict=True)
     ]  # fmt: skip
     return ModelSignature(*schemas)
 
@@ -220,7 +217,7 @@ class _Compute:
     spec: ModelSpec
     config: Config
     names: Sequence[str]
-    """Of the inputs."""
+    """Names of the inputs."""
 
     def __call__(self, *inputs: Tensor) -> Any:
         data = self.config.data

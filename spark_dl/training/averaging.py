@@ -11,10 +11,6 @@ from torch import Tensor, nn
 from spark_dl.parallel.modules import plain_name
 
 
-def nothing() -> None:
-    """Weights that were written are those of the model already."""
-
-
 class WeightAverage:
     """The average of parameters after each step: `decay * average + (1 - decay) * weights`.
 
@@ -27,7 +23,7 @@ class WeightAverage:
         parameters: the parameters of the model; in a mesh what this rank has of those of the optimizer.
         decay: per step; None for the mean.
         start: the step from which on the mean is taken.
-        share: makes the model have parameters that were written. Collective.
+        share: makes the model have parameters that were written, if it has not already. Collective.
     """
 
     def __init__(
@@ -36,7 +32,7 @@ class WeightAverage:
         decay: float | None,
         *,
         start: int = 0,
-        share: Callable[[], None] = nothing,
+        share: Callable[[], None] = lambda: None,
     ):
         self._decay, self._start, self._share = decay, start, share
         self._parameters = list(parameters)

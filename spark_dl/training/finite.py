@@ -202,7 +202,7 @@ class StepCheck:
     def _note(self, index: int, tensor: Tensor) -> None:
         if not self._waits:
             self._norms[index] = _max_norm(tensor)
-        elif not (type(tensor) is Tensor and _has_finite_sum(tensor)) and not is_finite(tensor):
+        elif not is_finite(tensor):
             self._bad.append(index)
 
     def end_step(self, global_step: int, loss: Tensor) -> None:
@@ -346,6 +346,8 @@ def _saved(last_checkpoint: str | None) -> str:
 
 def stored_elements(tensor: Tensor) -> Tensor:
     """Returns the stored elements of a tensor, as real numbers."""
+    if type(tensor) is Tensor and tensor.is_floating_point() and tensor.layout is torch.strided:
+        return tensor.detach() if tensor.requires_grad else tensor  # most gradients: each step asks for all of them
     if (to_local := getattr(tensor, "to_local", None)) is not None:  # a DTensor, whose sum would be collective
         tensor = to_local()
     if tensor.is_sparse:
@@ -359,11 +361,6 @@ def _max_norm(tensor: Tensor) -> Tensor:
     """Returns a scalar that is finite if and only if all elements are. Sums and other norms can overflow."""
     elements = stored_elements(tensor)
     return torch.linalg.vector_norm(elements, math.inf) if elements.numel() else elements.new_zeros(())
-
-
-def _has_finite_sum(tensor: Tensor) -> bool:
-    """Whether `is_finite` is known in a microsecond: of most tensors."""
-    return tensor.is_floating_point() and tensor.layout is torch.strided and math.isfinite(tensor.sum())
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -179,7 +179,7 @@ def check_reference_columns(columns: Sequence[Column], others: Sequence[Column])
         other = by_name.get(column.name, column)
         for what in ("dtype", "shape", "encoding"):
             found, expected = getattr(column, what), getattr(other, what)
-            if found != expected or (what == "encoding" and not column.encoding.fits(other.encoding)):
+            if not (column.encoding.fits(other.encoding) if what == "encoding" else found == expected):
                 raise ValueError(
                     f"column {column.name!r}: found the {what} {found!s:.200}, expected {expected!s:.200} as in the "
                     "training dataset"

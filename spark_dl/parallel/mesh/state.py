@@ -208,8 +208,8 @@ class MeshState:
         held = {}
         for average, (_, slices) in zip(self.average, self._optimized(), strict=False):  # () without an average
             for part in slices:
-                own = Held(average.view(-1)[part.start : part.stop], part.layout, part.writes)
-                held[f"{part.name}/{AVERAGE}"] = own
+                elements = average.view(-1)[part.start : part.stop]
+                held[f"{part.name}/{AVERAGE}"] = Held(elements, part.layout, part.writes)
         for parameter, slices in self._optimized():
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if not isinstance(value, Tensor):

@@ -80,7 +80,7 @@ def _cannot_read(run: Run) -> str:
     if run.checkpoint is not None:
         files.append(("checkpoint", storage.join(run.checkpoint, MANIFEST)))
     if run.spec is not None and isinstance(run.spec.build, InitialWeights):
-        files.append(("checkpoint of train.init_from", storage.join(run.spec.build.url, MANIFEST)))
+        files.append(("checkpoint of train.init_from", run.spec.build.index_url))
     for name, url in files:
         try:
             storage.open_input(url).close()

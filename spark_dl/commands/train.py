@@ -23,7 +23,10 @@ OPTIONS = {
     "resume_from": cli.Option(kind=str | None, help="continue from this checkpoint of run_dir"),
     "overwrite": cli.Option(kind=bool, default=False, help="delete the run in run_dir first"),
     "export": cli.Option(
-        kind=str | None, help="safetensors file to write the trained weights to; nothing is overwritten"
+        kind=str | None, help="file or folder to write the trained weights to; nothing is overwritten"
+    ),
+    "export_format": cli.Option(
+        kind=str, default="safetensors", help="format of export: safetensors, hf, dcp, export or onnx"
     ),
     "no_progress": cli.Option(kind=bool, default=False, help="do not show a progress bar"),
 }
@@ -42,7 +45,7 @@ def train(job: cli.Job) -> dict[str, Any]:
     start = time.perf_counter()
     spec = job.model.spec()
     if job.args["export"]:
-        cli.check_export(job.args["export"])  # before hours of training
+        cli.check_export(job.args["export"], job.args["export_format"], spec)  # before hours of training
     spark = job.session("spark_dl train")
     mixed = job.config.loader.proportions
     datasets = cli.read_datasets(spark, job.input, mixed)
@@ -57,7 +60,9 @@ def train(job: cli.Job) -> dict[str, Any]:
         progress=not job.args["no_progress"],
     )
     if job.args["export"]:
-        cli.log.info(f"weights: {spark_dl.export(result.checkpoint, job.args['export'])}")
+        kind = job.args["export_format"]
+        written = spark_dl.export(result.checkpoint, job.args["export"], format=kind, spec=spec)
+        cli.log.info(f"{kind}: {written}")
     metrics, of_test = result.metrics, dict[str, Any]()
     if "test" in datasets:
         metrics, of_test = test(job, spec, datasets["test"], result)

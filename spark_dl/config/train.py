@@ -124,9 +124,10 @@ class Train:
     seed, epoch, step and its place in the global batch, so that the weights depend neither on ranks nor on
     micro-batches. See [exactness](exactness.md#models) for its cost."""
     init_from: str | None = of_caller(None, fixed=True)
-    """A checkpoint, or the folder of a run, whose last checkpoint is used. The model starts with its weights and
-    buffers. The optimizer and the scheduler start without a state, and the steps are counted from 0. Strings get the
-    vocabularies of that run. A resumed run continues from its own checkpoint."""
+    """A checkpoint, or the folder of a run, whose last checkpoint is used; or a file of safetensors, a folder of
+    Hugging Face, or a distributed checkpoint of torch. The model starts with its weights and buffers. The optimizer and
+    the scheduler start without a state, and the steps are counted from 0. Strings get the vocabularies of that run. A
+    resumed run continues from its own checkpoint."""
     seed: int = 0
     """Seed of the weights, the order of rows and the random numbers of each rank."""
     log_every: int = may_change(10)

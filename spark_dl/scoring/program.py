@@ -107,10 +107,12 @@ def input_names(features: Sequence[str], columns: Sequence[Column]) -> list[str]
     return names
 
 
-def export_program(model: nn.Module, spec: ModelSpec, config: Config, columns: Sequence[Column]) -> bytes:
-    """Returns the program of a model as a file: from features to predictions. Raises ValueError if it has none.
+def program_of(
+    model: nn.Module, spec: ModelSpec, config: Config, columns: Sequence[Column]
+) -> tuple[torch.export.ExportedProgram, list[str], list[str]]:
+    """Returns the program of a model, from features to predictions, and the names of its inputs and outputs.
 
-    The number of rows and the padded lengths of ragged features stay open.
+    The number of rows and the padded lengths of ragged features stay open. Raises ValueError if torch finds none.
     """
     is_ragged = any(c.is_ragged for c in columns)
     if is_ragged and config.loader.ragged != "pad":
@@ -128,20 +130,30 @@ def export_program(model: nn.Module, spec: ModelSpec, config: Config, columns: S
     except Exception as error:  # torch.export raises many types
         cause = str(error).partition("\n")[0]
         raise ValueError(
-            f"torch.export cannot export the model: {type(error).__name__}: {cause}; use format='weights'"
+            f"torch.export cannot export the model: {type(error).__name__}: {cause}; save its weights instead"
         ) from error
     if is_ragged:
         try:
             check_other_lengths(program.module(), whole, [*zeros_for(config, columns, 5).values()])
         except ValueError as error:
-            raise ValueError(f"format='export' does not support this model: {error}; use format='weights'") from error
+            raise ValueError(
+                f"format='export' does not support this model: {error}; save its weights instead"
+            ) from error
+    with torch.no_grad():
+        outputs = [*whole(*example.values())]
+    return program, [*example], outputs
+
+
+def export_program(model: nn.Module, spec: ModelSpec, config: Config, columns: Sequence[Column]) -> bytes:
+    """Returns the program of `program_of` as a file. Raises ValueError as it does."""
+    program = program_of(model, spec, config, columns)[0]
     with tempfile.TemporaryDirectory(prefix=temporary_prefix()) as folder:
         torch.export.save(program, (path := Path(folder) / "model.pt2"))
         content = path.read_bytes()
     try:
         checked_archive(content)
     except _RefusedError as error:
-        raise ValueError(f"format='export' does not support this model: {error}; use format='weights'") from None
+        raise ValueError(f"format='export' does not support this model: {error}; save its weights instead") from None
     return content
 
 

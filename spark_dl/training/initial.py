@@ -1,4 +1,4 @@
-"""What a run begins with: weights of another run's checkpoint (`train.init_from`), checksums of the user's code.
+"""What a run begins with: weights of another run or program (`train.init_from`), checksums of the user's code.
 
 By the checksums a resumed run notices that the code of a `ModelSpec` has changed.
 """
@@ -13,16 +13,21 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from spark_dl import storage
 from spark_dl.config import Config
 from spark_dl.data.columns.schema import Column, check_reference_columns
 from spark_dl.rundir import checkpoint, signing
-from spark_dl.rundir.checkpoint import load_into, load_weights
+from spark_dl.rundir.checkpoint import Saved, load_into, load_weights
+from spark_dl.rundir.checkpoint_files import MANIFEST
 from spark_dl.spec import FUNCTIONS, ModelSpec, Run
+
+if TYPE_CHECKING:
+    from spark_dl.rundir.foreign import ForeignWeights  # which most runs need not load
 
 _log = logging.getLogger("spark_dl")
 _PYTHON = "python"
@@ -31,13 +36,17 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis))
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """A `ModelSpec.build` that loads the weights and buffers of a checkpoint into the model. Called on every rank."""
+    """A `ModelSpec.build` that loads weights and buffers from files into the model. Called on every rank."""
 
     build: Callable[[], nn.Module]
-    url: str
-    """The checkpoint."""
-    sha256: str
-    """Checksum of its manifest, which was checked before."""
+    source: Saved | ForeignWeights
+    """The checkpoint, which was checked before, or the files of another program."""
+
+    @property
+    def index_url(self) -> str:
+        """The file that says where the weights are."""
+        source = self.source
+        return storage.join(source.url, MANIFEST) if isinstance(source, Saved) else source.files[0]
 
     def __call__(self) -> nn.Module:
         """Builds the model with the weights. Raises as `load_into` does, and for a damaged checkpoint."""
@@ -45,17 +54,24 @@ class InitialWeights:
 
     def load_into(self, model: nn.Module) -> nn.Module:
         """Returns the model with the weights."""
-        saved = checkpoint.open_checkpoint(self.url, sha256=self.sha256)
         if isinstance(model, nn.Module):  # another type is reported by the caller
             try:
-                what = f"the weights of {self.url}"
-                load_into(model, load_weights(saved), what, same_dtypes=True, frozen=saved.frozen)
+                weights, frozen = self._read(model)
+                load_into(model, weights, f"the weights of {self.source.url}", same_dtypes=True, frozen=frozen)
             except ValueError as error:
                 raise ValueError(
                     f"train.init_from: {error}; build the same model, or leave out train.init_from and load the parts "
                     "that fit in spec.build"
                 ) from None
         return model
+
+    def _read(self, model: nn.Module) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+        if isinstance(self.source, Saved):
+            saved = checkpoint.open_checkpoint(self.source.url, sha256=self.source.sha256)
+            return load_weights(saved), saved.frozen
+        from spark_dl.rundir.foreign import fill_tied
+
+        return fill_tied(model, self.source.read()), {}
 
 
 def begin(
@@ -76,18 +92,21 @@ def begin(
         return spec, saved.columns
     if config.train.init_from is None:
         return spec, ()
-    initial = _find(config.train.init_from, config)
-    signing.warn_if_ignored(initial.url, initial.manifest, config.checkpoint.signing_key_file)
-    if overwrite and checkpoint.run_dir_of(initial) == run_dir:
-        raise ValueError(
-            f"train.init_from: {initial.url} is a checkpoint of the run_dir, which overwrite deletes; use another "
-            "run_dir"
-        )
+    source = _find(config.train.init_from, config)
+    columns: Sequence[Column] = ()
+    if isinstance(source, Saved):
+        columns = source.columns
+        signing.warn_if_ignored(source.url, source.manifest, config.checkpoint.signing_key_file)
+        if overwrite and checkpoint.run_dir_of(source) == run_dir:
+            raise ValueError(
+                f"train.init_from: {source.url} is a checkpoint of the run_dir, which overwrite deletes; use another "
+                "run_dir"
+            )
     if spec is None:
-        return None, initial.columns
-    weights = InitialWeights(spec.build, initial.url, initial.sha256)
+        return None, columns
+    weights = InitialWeights(spec.build, source)
     _check_fits(weights)
-    return dataclasses.replace(spec, build=weights), initial.columns
+    return dataclasses.replace(spec, build=weights), columns
 
 
 def for_rank(run: Run) -> Run:
@@ -95,10 +114,10 @@ def for_rank(run: Run) -> Run:
     weights of `train.init_from`, if no driver has prepared it, as under torchrun."""
     url, build = run.config.train.init_from, run.spec.build
     if url is not None and run.checkpoint is None and not isinstance(build, InitialWeights):
-        saved = _find(url, run.config)
-        if run.train.columns:
-            check_reference_columns(run.train.select(run.config.data.columns), saved.columns)
-        build = InitialWeights(build, saved.url, saved.sha256)
+        source = _find(url, run.config)
+        if run.train.columns and isinstance(source, Saved):
+            check_reference_columns(run.train.select(run.config.data.columns), source.columns)
+        build = InitialWeights(build, source)
     if run.config.train.activation_checkpointing:
         from spark_dl.parallel.recompute import Recomputed  # which most runs need not load
 
@@ -106,9 +125,23 @@ def for_rank(run: Run) -> Run:
     return run if build is run.spec.build else dataclasses.replace(run, spec=dataclasses.replace(run.spec, build=build))
 
 
-def _find(url: str, config: Config) -> checkpoint.Saved:
+def _find(url: str, config: Config) -> Saved | ForeignWeights:
+    key_file = config.checkpoint.signing_key_file
     try:
-        return checkpoint.find(url, only_weights=True, key_file=config.checkpoint.signing_key_file)
+        try:
+            return checkpoint.find(url, only_weights=True, key_file=key_file)
+        except checkpoint.NoCheckpointError as error:
+            from spark_dl.rundir import foreign
+
+            found = foreign.find(url)
+            if found is None:
+                raise ValueError(f"{error}, safetensors, a folder of Hugging Face or of torch's DCP") from None
+        if key_file is not None:
+            raise ValueError(
+                f"{found.url} has no signature, which checkpoint.signing_key_file asks for; begin with a checkpoint, "
+                "or load these weights in spec.build"
+            )
+        return found
     except ValueError as error:
         raise ValueError(f"train.init_from: {error}") from error
 

@@ -103,7 +103,7 @@ def test_later_runs_begin_with_the_weights_of_such_a_checkpoint(tmp_path):
     saved = train(make_run(tmp_path, config(), spec=SPEC, name="first"))
     settings = config(1, checkpoint=Checkpoint())
     run = make_run(tmp_path, cut_at(settings, 1), spec=SPEC, name="second")
-    weights = InitialWeights(SPEC.build, saved.url, saved.sha256)
+    weights = InitialWeights(SPEC.build, saved)
     assert same_bits(weights().state_dict(), load_model(SPEC, saved.url).train().state_dict())
     train(dataclasses.replace(run, spec=dataclasses.replace(SPEC, build=weights)))
     assert checkpoint.latest(run.run_dir).frozen == {}

@@ -363,6 +363,9 @@ REVIEWED = {
         "baselines/driver_loop/gradient_sum.py",
         "pickle.Unpickler",
     ): "finds arrays and gradient sums alone; S16 attacks it",
+    ("rundir/foreign.py", "pickle.Unpickler"): "finds the classes of DCP's metadata alone; S03 attacks it",
+    ("rundir/foreign.py", "torch.distributed.checkpoint.FileSystemReader"): "with metadata that was read before",
+    ("rundir/foreign.py", "torch.distributed.checkpoint.load"): "of tensors alone, which torch loads as weights only",
     ("scoring/program.py", "torch.export.load"): "of an archive that has only what was checked; S03 attacks it",
 }
 """What may be dangerous and was read, with the reason why it is not."""

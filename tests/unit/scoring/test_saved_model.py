@@ -205,7 +205,7 @@ def test_what_torch_export_does_not_take_is_refused(tmp_path):
             return super().forward(features if float(features.sum()) > 0 else -features)
 
     spec = ModelSpec(build=lambda: Odd(4, 2))
-    with pytest.raises(ValueError, match="torch.export cannot export the model: .*use format='weights'"):
+    with pytest.raises(ValueError, match="torch.export cannot export the model: .*save its weights instead"):
         write_saved_model(tmp_path / "m", spec.build(), spec, CONFIG, COLUMNS, format="export")
     ragged = (Column("features", "float32", (None,), "list"),)
     config = Config(data=CONFIG.data, loader=Loader(ragged="offsets"))

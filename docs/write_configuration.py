@@ -125,6 +125,7 @@ def _worst(parallel: Any) -> Any:
             param_groups=({},),
             compile=True,
             channels_last=True,
+            deterministic=True,
             activation_checkpointing=("full",),
             on_nonfinite="skip",
             check_replicas_every=1,

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from spark_dl.checks.storage import check_dtypes, check_reach, check_transform
 from spark_dl.config import Config, Launch, strategies
 from spark_dl.data.columns.ragged import check_lengths
@@ -73,7 +75,7 @@ def main(
                 return RankResult(world.rank, None, refused=str(error))
             run = dataclasses.replace(run, train=shards)
         _say_unused_gpus(config, world)
-        with out_of_memory_explained(config, world):
+        with out_of_memory_explained(config, world), _deterministic(config.train.deterministic):
             return RankResult(world.rank, train_run(run, world) if task == "train" else evaluate(run, world))
 
 
@@ -146,6 +148,24 @@ def _say_unused_gpus(config: Config, world: World) -> None:
             "each rank has %d GPUs and trains on one of them; set launch.gpus_per_rank to 1, with more ranks, or "
             "parallel.strategy to dp_single_process, with one rank", len(world.gpus),
         )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _deterministic(is_asked: bool) -> Iterator[None]:
+    """Lets torch use only operations that give the same bits each time, in the block (`train.deterministic`)."""
+    if not is_asked:
+        yield
+        return
+    cudnn = torch.backends.cudnn
+    before = torch.get_deterministic_debug_mode(), cudnn.deterministic, cudnn.benchmark
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it at each call of cuBLAS
+    try:
+        torch.set_deterministic_debug_mode("error")
+        cudnn.deterministic, cudnn.benchmark = True, False
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before[0])
+        cudnn.deterministic, cudnn.benchmark = before[1:]
 
 
 def train_run(run: Run, world: World) -> dict[str, Any]:

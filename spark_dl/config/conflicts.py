@@ -151,6 +151,8 @@ CONFLICTS = (
     Conflict("train.activation_checkpointing", lambda c: bool(c.train.activation_checkpointing) and c.parallel.by_spark,
              "expected none with parallel.strategy={c.parallel.strategy!r}, which compares exchanges, found "
              "{c.train.activation_checkpointing}; use ddp"),
+    Conflict("train.deterministic", lambda c: c.train.deterministic and c.parallel.by_spark,
+             "expected false with parallel.strategy={c.parallel.strategy!r}, which compares exchanges; use ddp"),
     Conflict("train.random_by", lambda c: c.train.random_by == "row" and c.train.compile,
              "expected 'rank' with train.compile, whose kernels draw numbers of their own, found 'row'"),
     Conflict("train.random_by", lambda c: c.train.random_by == "row" and c.parallel.all_gpus,

@@ -128,6 +128,10 @@ class Train:
     Hugging Face, or a distributed checkpoint of torch. The model starts with its weights and buffers. The optimizer and
     the scheduler start without a state, and the steps are counted from 0. Strings get the vocabularies of that run. A
     resumed run continues from its own checkpoint."""
+    deterministic: bool = may_change(False)
+    """Use only operations of torch that give the same bits each time (`torch.use_deterministic_algorithms`, and the
+    same of cuDNN and cuBLAS). An operation that has no such form is an error that names it. On GPUs it costs speed; on
+    CPUs a run has the same bits without it."""
     seed: int = 0
     """Seed of the weights, the order of rows and the random numbers of each rank."""
     log_every: int = may_change(10)
@@ -164,7 +168,7 @@ class Train:
         if self.validation_fold is not None:
             self._check_fold()
         check_number(self, "early_stop_min_delta", 0)
-        check_bool(self, "compile", "channels_last", "check_batch_loss")
+        check_bool(self, "compile", "channels_last", "check_batch_loss", "deterministic")
         check_choices(self)
         _check_optimizer("train.optimizer", self.optimizer)
         check(isinstance(self.param_groups, tuple | list), "train.param_groups", "a list of groups", self.param_groups)

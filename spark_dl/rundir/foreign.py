@@ -75,9 +75,9 @@ class ForeignWeights:
         if DCP_INDEX in contents:
             return _read_dcp(self.url, contents)
         tensors: dict[str, Tensor] = {}
-        for name, data in contents.items():
-            if name != HF_INDEX:
-                tensors |= _read_safetensors(storage.join(self.url, name), data)
+        for url, data in zip(self.files, contents.values(), strict=True):
+            if storage.name(url) != HF_INDEX:
+                tensors |= _read_safetensors(url, data)
         return tensors
 
 

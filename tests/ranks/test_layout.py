@@ -1,5 +1,8 @@
 """`train.compile` and `train.channels_last`: the same training, in another layout."""
 
+import functools
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -52,6 +55,46 @@ def test_channels_last_trains_the_same(tmp_path, parallel):
     weight = checkpoint.load(other, "model.pt")["0"]["1.weight"]
     assert weight.is_contiguous(memory_format=torch.channels_last)
     assert not weight.is_contiguous()
+
+
+class AsksForMode(nn.Linear):
+    """A layer that has an operation without a form that gives the same bits each time, if `is_bad`."""
+
+    is_bad = False
+
+    def forward(self, features):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.backends.cudnn.deterministic
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
+        if self.is_bad:
+            torch.utils.deterministic.fill_uninitialized_memory = True
+            torch._C._log_api_usage_once("test")
+            torch.zeros(2).put_(torch.tensor([0]), torch.ones(1), accumulate=False)
+        return super().forward(features)
+
+
+class AsksForBad(AsksForMode):
+    is_bad = True
+
+
+def settings_of_torch():
+    cudnn = torch.backends.cudnn
+    return torch.get_deterministic_debug_mode(), cudnn.deterministic, cudnn.benchmark
+
+
+def train_and_ask(run):
+    worker.main(run)
+    return settings_of_torch()
+
+
+def test_deterministic_is_set_for_a_run_alone(tmp_path):
+    spec = ModelSpec(build=functools.partial(AsksForMode, 4, 3))
+    run = make_run(tmp_path, config_of(2, DDP(), deterministic=True), spec=spec)
+    assert run_ranks(train_and_ask, 2, run) == [settings_of_torch()] * 2
+    bad = make_run(tmp_path, config_of(2, DDP(), deterministic=True), name="bad",
+                   spec=ModelSpec(build=functools.partial(AsksForBad, 4, 3)))  # fmt: skip
+    with pytest.raises(Exception, match="put_ does not have a deterministic implementation"):
+        run_ranks(train_and_ask, 2, bad)
 
 
 @pytest.mark.long

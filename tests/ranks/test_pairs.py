@@ -67,7 +67,8 @@ NEUTRAL_COLUMNS = {
 NEUTRAL = {
     "loader.memory_mib": {"memory_mib": 64}, "loader.reader_threads": {"reader_threads": 1},
     "loader.prefetch_batches": {"prefetch_batches": 1}, "train.lr_scaling": {"lr_scaling": "sqrt"},
-    "train.channels_last": {"channels_last": True}, "train.on_nonfinite: skip": {"on_nonfinite": "skip"},
+    "train.channels_last": {"channels_last": True}, "train.deterministic": {"deterministic": True},
+    "train.on_nonfinite: skip": {"on_nonfinite": "skip"},
     "train.on_nonfinite: rollback": {"on_nonfinite": "rollback", "max_nonfinite": 1},
     "train.check_replicas_every": {"check_replicas_every": 2}, "train.metrics": {"metrics": ACCURACY},
     "train.log_every": {"log_every": 4}, "checkpoint.every_steps": {"every_steps": 3},

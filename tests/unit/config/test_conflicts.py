@@ -61,6 +61,7 @@ EXCLUSIVE = [  # the key that the error names, and settings of which each is val
     ("train.random_by", {"random_by": "row"}, {"compile": True}),
     ("train.random_by", {"random_by": "row"}, {"parallel": DPSingleProcess()}),
     ("train.channels_last", {"parallel": ShuffleReduce()}, {"channels_last": True}),
+    ("train.deterministic", {"parallel": ShuffleReduce()}, {"deterministic": True}),
     ("train.channels_last", SERVED, {"channels_last": True}),
     ("shards.storage", {"parallel": TreeReduce()}, LOCAL),
     ("shards.storage", {"parallel": ShuffleReduce()}, LOCAL),

@@ -13,7 +13,7 @@ from benchmarks.exchange import compare, report
 from benchmarks.exchange.answers import answers
 from benchmarks.exchange.log import Log
 from benchmarks.exchange.options import add_arguments, from_arguments, list_of
-from benchmarks.faults import chaos, job, recovery
+from benchmarks.faults import async_saves, chaos, job, recovery
 from benchmarks.literature import literature
 from benchmarks.parallel import parallel
 from benchmarks.parallel import report as parallel_report
@@ -83,7 +83,8 @@ def bench_trials(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def bench_recovery(args: argparse.Namespace) -> dict[str, Any]:
-    return recovery.measure(_options(recovery.Options, args))
+    options = _options(recovery.Options, args)
+    return {**recovery.measure(options), **async_saves.measure(options)}
 
 
 def bench_chaos(args: argparse.Namespace) -> dict[str, Any]:
@@ -225,8 +226,8 @@ def _on_spark(add: Any) -> None:
 def _on_a_gpu(add: Any) -> None:
     usual = gpu.Options()
     of_gpu = add(
-        "gpu", "images per second of a ResNet-50 on a GPU: with the loader, and with one batch that stays there; under "
-        "the worker loop, and in a bare script; by NCCL with one rank; in bf16, compiled, with channels_last",
+        "gpu", "rows per second on a GPU: a ResNet-50 with the loader, and with one batch that stays there; it, a GPT "
+        "and a small network under the worker loop, and in bare scripts; ZeRO-3; scoring; NCCL with one rank; bf16",
         bench_gpu, repeats=usual.repeats,
     )  # fmt: skip
     of_gpu.add_argument(
@@ -238,6 +239,12 @@ def _on_a_gpu(add: Any) -> None:
     of_gpu.add_argument(
         "--image-size", type=int, default=usual.image_size, help="height and width in pixels (default: 224)"
     )
+    of_gpu.add_argument("--gpt-rows", type=int, default=usual.gpt_rows, help="texts of a batch of the GPT (32)")
+    of_gpu.add_argument("--gpt-blocks", type=int, default=usual.gpt_blocks, help="(default: 12)")
+    of_gpu.add_argument("--gpt-width", type=int, default=usual.gpt_width, help="a multiple of 64 (default: 768)")
+    of_gpu.add_argument("--mlp-rows", type=int, default=usual.mlp_rows, help="of a batch of the small network (4096)")
+    of_gpu.add_argument("--mlp-steps", type=int, default=usual.mlp_steps, help="of the small network (1000)")
+    of_gpu.add_argument("--peak-tflops", type=float, help="dense bf16 TFLOP/s of the device, for the MFU of the GPT")
     of_gpu.add_argument("--no-compile", dest="compile", action="store_false", help="without torch.compile")
 
 

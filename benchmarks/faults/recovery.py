@@ -29,10 +29,10 @@ from spark_dl.launch.session import build_session
 from spark_dl.spec import ModelSpec
 
 NUM_RANKS = 2
-_EVERY, _WARM_UP = 10, 10
+EVERY, WARM_UP = 10, 10
 _BATCH, _FEATURES, _CLASSES = 64, 64, 10
 WAYS: Mapping[str, Mapping[str, Any]] = {
-    "none": {}, "sync": {"every_steps": _EVERY}, "async": {"every_steps": _EVERY, "asynchronous": True},
+    "none": {}, "sync": {"every_steps": EVERY}, "async": {"every_steps": EVERY, "asynchronous": True},
 }  # fmt: skip
 """Settings of checkpoints. Each run also saves one at its end, which is not measured."""
 
@@ -46,8 +46,8 @@ class Options:
     """Of the three layers. The state then has 55 MiB."""
 
     def __post_init__(self) -> None:
-        if self.steps < _EVERY or self.steps % _EVERY:
-            raise ValueError(f"steps: expected a multiple of {_EVERY}, found {self.steps}")
+        if self.steps < EVERY or self.steps % EVERY:
+            raise ValueError(f"steps: expected a multiple of {EVERY}, found {self.steps}")
         if self.repeats < 1:
             raise ValueError(f"repeats: expected at least 1, found {self.repeats}")
 
@@ -65,35 +65,41 @@ def state_mib(width: int) -> float:
     return sum(p.numel() for p in build_network(width).parameters()) * 12 / 2**20
 
 
+def columns_of(options: Options) -> dict[str, Any]:
+    """Returns random rows for all steps of a measurement."""
+    rng, rows = np.random.default_rng(0), (WARM_UP + options.steps + 1) * _BATCH
+    return {"features": rng.standard_normal((rows, _FEATURES), np.float32), "label": rng.integers(0, _CLASSES, rows)}
+
+
+def settings(max_steps: int, checkpoint: Mapping[str, Any]) -> Config:
+    """Returns the settings of a run. # checkpoint: those of the section `checkpoint`"""
+    return Config(
+        data=Data(features=("features",), label="label"), loader=Loader(num_streams=8),
+        train=Train(global_batch_size=_BATCH, lr=1e-4, optimizer="Adam", log_every=1, max_steps=max_steps),
+        checkpoint=Checkpoint(**checkpoint), launch=Launch(num_ranks=NUM_RANKS, device="cpu"),
+    )  # fmt: skip
+
+
 def measure(options: Options) -> dict[str, Any]:
     """Measures medians, in turn. Called on the driver, on the machine of the ranks."""
     conf = {"spark.log.level": "OFF", "spark.ui.enabled": "false"}  # Spark's own account of the kills would hide ours
     session = build_session("spark_dl bench", master=f"local[{NUM_RANKS}]", conf=conf)
-    last = _WARM_UP + options.steps + 1
+    last = WARM_UP + options.steps + 1
     with tempfile.TemporaryDirectory() as folder:
-        rng = np.random.default_rng(0)
-        rows = last * _BATCH
-        columns: dict[str, Any] = {
-            "features": rng.standard_normal((rows, _FEATURES), np.float32), "label": rng.integers(0, _CLASSES, rows),
-        }  # fmt: skip
-        write_arrays(columns, f"{folder}/data")
+        write_arrays(columns_of(options), f"{folder}/data")
         print(f"state of {state_mib(options.width):.0f} MiB", file=sys.stderr)
 
         def train(name: str, on_event: Any, *, max_steps: int, **checkpoint: Any) -> None:
-            config = Config(
-                data=Data(features=("features",), label="label"), loader=Loader(num_streams=8),
-                train=Train(global_batch_size=_BATCH, lr=1e-4, optimizer="Adam", log_every=1, max_steps=max_steps),
-                checkpoint=Checkpoint(**checkpoint), launch=Launch(num_ranks=NUM_RANKS, device="cpu"),
-            )  # fmt: skip
             driver.train(
-                f"{folder}/data", ModelSpec(build=functools.partial(build_network, options.width)), config,
+                f"{folder}/data", ModelSpec(build=functools.partial(build_network, options.width)),
+                settings(max_steps, checkpoint),
                 run_dir=f"{folder}/{name}", overwrite=True, progress=False, on_event=on_event, spark=session,
             )  # fmt: skip
 
         kills = []
         for i in range(options.repeats + 1):
-            killer = Killer({_EVERY: random.Random(i).randrange(NUM_RANKS)})  # noqa: S311
-            train("killed", killer, max_steps=2 * _EVERY, every_steps=_EVERY)
+            killer = Killer({EVERY: random.Random(i).randrange(NUM_RANKS)})  # noqa: S311
+            train("killed", killer, max_steps=2 * EVERY, every_steps=EVERY)
             kills += killer.done[:1] if i else []  # the first time warms up
         rates: dict[str, list[float]] = {way: [] for way in WAYS}
         for i in range(options.repeats + 1):
@@ -101,7 +107,7 @@ def measure(options: Options) -> dict[str, Any]:
                 times = StepTimes()
                 train("checkpoints", times, max_steps=last, **WAYS[way])
                 if i:
-                    rates[way].append(times.steps_per_s(_WARM_UP + 1, last))
+                    rates[way].append(times.steps_per_s(WARM_UP + 1, last))
     session.stop()
     return summary(kills, rates)
 

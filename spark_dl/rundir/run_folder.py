@@ -48,6 +48,8 @@ MLFLOW = "mlflow.json"
 """The MLflow run of this run."""
 PROFILE = "profile"
 TRACE = "rank-{}.pt.trace.json.gz"
+SUMMARY_END = ".summary.json"
+PROFILE_SUMMARY = f"rank-{{}}{SUMMARY_END}"
 _NAMES = (checkpoint.FOLDER, SHARDS, metrics.FILE, CONFIG, LOGS, environment.FOLDER, TRIALS, STUDY)
 _RUN_FILES = (CONFIG, metrics.FILE, MLFLOW, STUDY, PICTURE)
 """Files of a run that are not in a folder of it."""
@@ -55,7 +57,7 @@ _SMALL_FILES = {
     environment.FOLDER: environment.OWN_FILE,
     LOGS: re.compile(r"rank-\d+\.log"),
     TENSORBOARD: re.compile(rf"events\.out\.tfevents\..*{re.escape(EVENT_FILE_END)}"),
-    PROFILE: re.compile(re.escape(TRACE).replace(r"\{\}", r"\d+")),
+    PROFILE: re.compile(r"rank-\d+\.(pt\.trace\.json\.gz|summary\.json)"),
 }
 """The names of the files in folders that are not deleted as a whole."""
 _TRIAL = re.compile(r"\d{4,}(-fold-\d+)?")

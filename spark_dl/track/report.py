@@ -5,6 +5,8 @@ Figures are SVG. Their colors are variables of the page's style, for light and d
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import os
 import statistics
@@ -23,10 +25,12 @@ from spark_dl import storage
 from spark_dl._version import __version__
 from spark_dl.config import strategies
 from spark_dl.rundir import environment
+from spark_dl.rundir.run_folder import PROFILE, SUMMARY_END
 from spark_dl.track import plots
 from spark_dl.track.run_log import PREPARING, AttemptLog, Line, RunLog, last_sign, number, read_run
 from spark_dl.track.time_split import LEAST_INTERVALS, PARTS, Straggler, TimeSplit, find_stragglers, split_of
 
+_log = logging.getLogger("spark_dl")
 _MOST_RANKS = 32
 """Number of ranks with a bar."""
 
@@ -402,6 +406,7 @@ def _content(run: RunLog, now: float) -> dict[str, Any]:
         "facts": _facts(run, now),
         "figures": curves(steps, epochs, run.validations, split_of(steps)),
         "times": [times_of(attempt, strategy, now, len(run.attempts) > 1) for attempt in reversed(with_lines)],
+        "profiles": _profiles(run),
         "is_by_spark": strategies.settings_of(strategy).by_spark,
         "parts": PARTS,
         "epochs": _validation_table(run.validations),
@@ -415,6 +420,53 @@ def _content(run: RunLog, now: float) -> dict[str, Any]:
         "problems": run.problems,
         "about": f"spark_dl {__version__}, {when(now)}",
     }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a rank's device did in the steps of a profile (`track.profile_steps`)."""
+
+    bar: Bar
+    about: str
+    top: list[list[str]]
+    """The operations that took longest: name, seconds in a step, number in a step."""
+
+
+_IDLE = {"data": "wait for data", "communication": "communication", "host": "the host"}
+"""Reasons for which a device is idle, by the part of a step."""
+_OF_PROFILE = {"compute": "compute", "communication": "communication", "data": "data", "host": "wait"}
+"""Colors of the parts of a step in a profile."""
+
+
+def _profiles(run: RunLog) -> list[Profile]:
+    found = []
+    folder = storage.within(run.run_dir, PROFILE)
+    names = [name for name in storage.list_names(folder) if name.endswith(SUMMARY_END)]
+    for name in sorted(names, key=lambda name: (len(name), name))[:_MOST_RANKS]:
+        try:
+            found.append(_profile(name.removesuffix(SUMMARY_END).replace("-", " "), storage.within(folder, name)))
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            _log.warning("%s is left out of the report: %s", storage.within(folder, name), error)
+    return found
+
+
+def _profile(rank: str, url: str) -> Profile:
+    about = json.loads(storage.read_bytes(url))
+    step_s = float(about["step_s"])
+    parts = {part: float(about[f"{part}_s"]) for part in _OF_PROFILE}
+    idle = {part: 100 * parts[part] / step_s for part in _IDLE}
+    reasons = ", ".join(f"{_IDLE[part]} {percent:.0f} %" for part, percent in idle.items())
+    device = "GPU" if about["device"] == "gpu" else "CPU"
+    return Profile(
+        Bar(
+            rank, "",
+            [(_OF_PROFILE[n], 100 * s / step_s, f"{n} {duration(s)}") for n, s in parts.items() if s > 0],
+        ),
+        f"A step of {rank} takes {duration(step_s)} and has {about['operations']:,.0f} "
+        f"{'kernels' if device == 'GPU' else 'operations'}. The {device} computes nothing for "
+        f"{sum(idle.values()):.0f} % of it: {reasons}.",
+        [[str(name), duration(float(seconds)), f"{count:.1f}"] for name, seconds, count in about["top"]],
+    )  # fmt: skip
 
 
 def _strategy(run: RunLog) -> str:

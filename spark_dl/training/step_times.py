@@ -14,6 +14,8 @@ A profile of one rank's steps is made by `torch.profiler`, as a trace that Perfe
 
 from __future__ import annotations
 
+import gzip
+import json
 import logging
 import tempfile
 import time
@@ -44,6 +46,8 @@ _MOST_VALUES = 4096
 
 _log = logging.getLogger("spark_dl")
 
+WAIT_FOR_DATA = "wait for data"
+"""The span in a trace in which a rank waits for its loader."""
 _WARMUP_STEPS = 1
 """Steps before the first one during which the profiler runs and records nothing, as its start is slow."""
 
@@ -206,16 +210,18 @@ def _rounded(values: Times) -> list[float]:
 class StepProfile:
     """Records the steps of `track.profile_steps` on one rank, and writes one trace.
 
-    In the trace, `step <n>` is a step, with its number in the run, and `wait for data` the time before it.
+    In the trace, `step <n>` is a step, with its number in the run, and `wait for data` the time before it. A summary is
+    written beside it (`profile_summary.summary_of`).
     """
 
     def __init__(self, run: Run, world: World, first_step: int):
         """first_step: number of steps that are done already."""
         assert run.config.track.profile_steps is not None
         self._first, self._last = run.config.track.profile_steps
-        from spark_dl.rundir.run_folder import PROFILE, TRACE
+        from spark_dl.rundir.run_folder import PROFILE, PROFILE_SUMMARY, TRACE
 
         self._url = storage.within(run.run_dir, PROFILE, TRACE.format(world.rank))
+        self._summary_url = storage.within(run.run_dir, PROFILE, PROFILE_SUMMARY.format(world.rank))
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if world.device.type == "cuda" else [])]
         self._step = first_step
         self._profiler: Any = None
@@ -226,7 +232,7 @@ class StepProfile:
             while True:
                 if self._profiler is None and self._first - _WARMUP_STEPS <= self._step + 1 <= self._last:
                     self._start()
-                with record_function("wait for data"):
+                with record_function(WAIT_FOR_DATA):
                     batch = next(batches, None)
                 if batch is None:
                     return
@@ -266,7 +272,12 @@ class StepProfile:
         with tempfile.TemporaryDirectory(prefix=temporary_prefix()) as folder:
             path = Path(folder) / storage.name(self._url)
             profiler.export_chrome_trace(str(path))
-            storage.write_bytes(self._url, path.read_bytes())
+            content = path.read_bytes()
+        storage.write_bytes(self._url, content)
+        from spark_dl.training.profile_summary import summary_of  # which most runs need not load
+
+        summary = summary_of(json.loads(gzip.decompress(content))["traceEvents"], WAIT_FOR_DATA)
+        storage.write_bytes(self._summary_url, json.dumps(summary).encode())
 
 
 def build_profile(run: Run, world: World, first_step: int) -> StepProfile | None:

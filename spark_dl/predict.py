@@ -14,6 +14,7 @@ from spark_dl.data.columns.source import SourceColumn
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.write.vocabulary import expression
 from spark_dl.inputs import as_source
+from spark_dl.launch import preflight
 from spark_dl.launch.session import find_session
 from spark_dl.scoring import dataset, saved_model
 from spark_dl.scoring.dataset import predict_dataset
@@ -45,6 +46,7 @@ def predict(
     keys: Sequence[str] = (),
     output_schema: StructType | str | None = None,
     on_bad_rows: OnBadRows = "raise",
+    gpus: float | None = None,
     spark: SparkSession | None = None,
 ) -> DataFrame:
     """Adds the columns of `spec.predict` to a DataFrame, or computes them for a dataset. Lazy. Called on the driver.
@@ -72,9 +74,14 @@ def predict(
             that cannot be decoded. With `"raise"` it ends the job. With `"null"` its predictions are null, and each
             task says the first one in its log; count them with `predictions.where("prediction IS NULL").count()`. Only
             for a DataFrame.
+        gpus: GPUs of each task that computes the model, which can be a fraction that tasks share. The stage gets a
+            resource profile of its own (Spark 4; standalone, YARN or Kubernetes), with the cores of an executor in the
+            same proportion, and its tasks decode the next rows on these cores while the GPU computes. None: the
+            resources of all tasks of the session. A local master assigns no GPUs.
 
     Raises:
-        ValueError: For a missing feature, a checkpoint of another model, or a column name that exists already.
+        ValueError: For a missing feature, a checkpoint of another model, a column name that exists already, or GPUs
+            that the session cannot give.
 
     Example:
         >>> spark_dl.predict(df, spec, "runs/1").select("prediction").show()
@@ -90,13 +97,18 @@ def predict(
         )
     scorer = with_declared(find_scorer(model, checkpoint_url, config, data=source), output_schema)
     if isinstance(source, (str, ShardSet)):
-        return predict_dataset(find_session(None, spark), source, scorer, keys)
+        session = find_session(None, spark)
+        return predict_dataset(session, source, scorer, keys, _profile(session, gpus))
     if keys:
         raise ValueError(f"keys: found {list(keys)} with a DataFrame, which keeps all its columns; remove keys")
     added = added_fields(scorer, first_outputs(source, scorer))
     if on_bad_rows == "null":
         scorer = replace(with_declared(scorer, as_struct(added)), on_bad_rows="null")
-    return add_predictions(source, scorer, added)
+    return add_predictions(source, scorer, added, _profile(source.sparkSession, gpus))
+
+
+def _profile(spark: SparkSession, gpus: float | None) -> Any:
+    return None if gpus is None else preflight.build_scoring_profile(spark, gpus)
 
 
 def predict_udf(
@@ -164,18 +176,26 @@ def save_model(
     )
 
 
-def add_predictions(df: DataFrame, scorer: Scorer, added: dict[str, DataType]) -> DataFrame:
-    """Adds the outputs of a scorer to a DataFrame. Lazy. # added: the Spark types of the new columns"""
+def add_predictions(df: DataFrame, scorer: Scorer, added: dict[str, DataType], profile: Any = None) -> DataFrame:
+    """Adds the outputs of a scorer to a DataFrame. Lazy.
+
+    Args:
+        added: the Spark types of the new columns.
+        profile: Spark's resource profile of the tasks that compute the model.
+    """
     names, schema = df.columns, df.schema
     _check_free(df, list(added))
     sources = trained_sources(schema, scorer)
     # By position: other columns can have equal names, dots, and types that Arrow does not have.
     numbered = df.toDF(*(f"c{i}" for i in range(len(names))))
     sources = tuple(replace(s, path=(f"c{_place_of(s.path[0], names)}", *s.path[1:])) for s in sources)
-    if not all(map(_has_arrow, schema.fields)):
+    others = [field.name for field in schema.fields if not _has_arrow(field)]
+    if others and profile is not None:
+        raise ValueError(f"gpus: not supported with the column {others[0]!r}, whose type Arrow does not have; drop it")
+    if others:
         predicted = _by_udf(numbered, scorer, sources, added)
     else:
-        predicted = _by_arrow(numbered, scorer, sources, added)
+        predicted = _by_arrow(numbered, scorer, sources, added, profile)
     return predicted.toDF(*names, *added)
 
 
@@ -210,7 +230,7 @@ def _has_arrow(field: StructField) -> bool:
 
 
 def _by_arrow(
-    numbered: DataFrame, scorer: Scorer, sources: Sequence[SourceColumn], added: Mapping[str, DataType]
+    numbered: DataFrame, scorer: Scorer, sources: Sequence[SourceColumn], added: Mapping[str, DataType], profile: Any
 ) -> DataFrame:
     from pyspark.sql.types import StructType
 
@@ -229,7 +249,7 @@ def _by_arrow(
                 arrays = [*batch.columns, *(scored[name] for name in columns)]
                 yield pa.RecordBatch.from_arrays(arrays, names=[*batch.schema.names, *names])
 
-    return numbered.mapInArrow(run_predict, out)
+    return numbered.mapInArrow(run_predict, out, **dataset.of_profile(profile))
 
 
 def _by_udf(

@@ -43,6 +43,9 @@ OPTIONS = {
     "on_bad_rows": cli.Option(
         default="raise", help="raise, or null: a row that the model cannot take gets null predictions"
     ),
+    "gpus": cli.Option(
+        kind=float | None, help="GPUs of each task; by default the resources of all tasks of the session"
+    ),
 }  # fmt: skip
 
 
@@ -63,7 +66,7 @@ def predict(job: cli.Job) -> dict[str, Any]:
     data = _dataset(spark, job)
     keys = {"keys": args["keys"]} if args["keys"] else {}
     predictions = spark_dl.predict(
-        data, spec, checkpoint_path, job.config, on_bad_rows=args["on_bad_rows"], spark=spark, **keys
+        data, spec, checkpoint_path, job.config, on_bad_rows=args["on_bad_rows"], gpus=args["gpus"], spark=spark, **keys
     )
     before = () if isinstance(data, str) else data.columns
     added = [name for name in predictions.columns if name not in {*before, *args["keys"]}]

@@ -126,11 +126,42 @@ def build_profile(spark: Any, launch: Launch) -> Any:
     Raises ValueError as `amount_of_profile` does.
     """
     amount = amount_of_profile(launch, read_session(spark))
-    if amount is None:
+    return None if amount is None else _profile_of(spark, amount, _task_cpus(spark))
+
+
+def build_scoring_profile(spark: Any, amount: float) -> Any:
+    """Returns Spark's resource profile for tasks of `predict` with this amount of GPUs; None with a local master.
+
+    A task gets the cores of its executor in the proportion of its GPUs, as it decodes rows while the GPU computes.
+    Called on the driver. Raises ValueError if the executors do not have the GPUs, or Spark cannot give them to a stage.
+    """
+    session = read_session(spark)
+    if isinstance(amount, bool) or not amount > 0:
+        raise ValueError(f"gpus: expected a number above 0, the GPUs of a task, found {amount!r}")
+    if session.is_local:  # which assigns no GPUs
         return None
+    if amount > session.executor:
+        raise ValueError(
+            f"gpus: expected at most {EXECUTOR}, {session.executor:g}, the GPUs of an executor, found {amount:g}; give "
+            f"executors more GPUs, with {EXECUTOR} and {SCRIPT}, or lower it"
+        )
+    if session.why_no_profile:
+        raise ValueError(
+            f"gpus: expected none, found {amount:g}; {session.why_no_profile}; set {TASK} to {amount:g} in its place"
+        )
+    local = re.fullmatch(r"local-cluster\[\d+,\s*(\d+),\s*\d+\]", session.master)
+    cores = int(spark.conf.get("spark.executor.cores", None) or (local[1] if local else 0))
+    return _profile_of(spark, amount, max(_task_cpus(spark), int(cores * amount / session.executor)))
+
+
+def _task_cpus(spark: Any) -> int:
+    return int(spark.conf.get("spark.task.cpus", None) or 1)
+
+
+def _profile_of(spark: Any, amount: float, cpus: int) -> Any:
     from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
 
-    requests = TaskResourceRequests().cpus(int(spark.conf.get("spark.task.cpus", None) or 1))
+    requests = TaskResourceRequests().cpus(cpus)
     if amount:
         requests = requests.resource("gpu", amount)
     profile = ResourceProfileBuilder().require(requests).build

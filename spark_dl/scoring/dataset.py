@@ -141,10 +141,19 @@ class _Task:
     keys: tuple[keys.Key, ...]
 
 
-def predict_dataset(spark: SparkSession, data: str | ShardSet, scorer: Scorer, names: Sequence[str]) -> DataFrame:
+def of_profile(profile: Any) -> dict[str, Any]:
+    """Returns the argument of `mapInArrow` for a resource profile; none without one, as Spark 3.5 does not take it."""
+    return {} if profile is None else {"profile": profile}
+
+
+def predict_dataset(
+    spark: SparkSession, data: str | ShardSet, scorer: Scorer, names: Sequence[str], profile: Any = None
+) -> DataFrame:
     """Returns a DataFrame with the keys and the predictions of all rows of a dataset. Lazy. Called on the driver.
 
-    # names: the columns of the keys
+    Args:
+        names: the columns of the keys.
+        profile: Spark's resource profile of the tasks.
 
     Raises ValueError for invalid keys, and as `shards_of` does.
     """
@@ -189,7 +198,9 @@ def predict_dataset(spark: SparkSession, data: str | ShardSet, scorer: Scorer, n
                     yield pa.Table.from_batches(parts).combine_chunks().to_batches()[0]
 
     groups = len(shards.group_rows)
-    return spark.range(0, groups, 1, _num_tasks(spark, shards, config)).mapInArrow(run_predict, schema)
+    return spark.range(0, groups, 1, _num_tasks(spark, shards, config)).mapInArrow(
+        run_predict, schema, **of_profile(profile)
+    )
 
 
 def _first_outputs(scorer: Scorer, shards: ShardSet, config: Config) -> Outputs:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +87,11 @@ class OpenScorer:
     context: Any
     """Spark's TaskContext."""
 
+    @property
+    def decoders(self) -> int:
+        """Threads that decode the next rows while a GPU computes. On a CPU the tasks use all cores already."""
+        return 0 if self.device.type == "cpu" else int(self.context.cpus())
+
     def arrays(self, cells: Sequence[Array | Ragged]) -> dict[str, pa.Array]:
         """Computes the new columns of some rows, by name. # cells: of each feature, (rows, *cell)"""
         columns = {name: to_arrow(v) for name, v in self.scorer.outputs(self.model, cells, self.device).items()}
@@ -113,37 +120,43 @@ def batch_scorer(
 
     scorer, context, has_said = opened.scorer, opened.context, False
     at_once = max(1, _DECODED_BYTES // max(1, sum(column.value_bytes for column in scorer.columns)))
+    at_once = -(-at_once // max(1, opened.decoders))
     rows = 0
 
     def score(batch: pa.RecordBatch) -> dict[str, pa.Array]:
-        pieces = [score_piece(batch.slice(start, at_once)) for start in range(0, max(1, batch.num_rows), at_once)]
+        nonlocal rows
+        starts = range(0, max(1, batch.num_rows), at_once)
+        some = [(rows + start, batch.slice(start, at_once)) for start in starts]
+        rows += batch.num_rows
+        compute = score_good if scorer.on_bad_rows == "null" else score_all
+        decoded = _ahead(decode, some, opened.decoders)
+        pieces = [compute(*piece, cells) for piece, cells in zip(some, decoded, strict=True)]
         if len(pieces) == 1:
             return pieces[0]
         return {name: pa.concat_arrays([piece[name] for piece in pieces]) for name in pieces[0]}
 
-    def score_piece(batch: pa.RecordBatch) -> dict[str, pa.Array]:
-        nonlocal rows
+    def decode(first: int, batch: pa.RecordBatch) -> Any:
         if scorer.on_bad_rows == "null":
-            return score_good(batch)
+            return _good_rows(sources, scorer.columns, batch, scorer.config.data)
         try:
-            cells = _features(sources, scorer.columns, batch, scorer.config.data)
+            return _features(sources, scorer.columns, batch, scorer.config.data)
         except BadCellsError as error:
-            at = f"first in partition {context.partitionId()}, row {rows + error.row}"
+            at = f"first in partition {context.partitionId()}, row {first + error.row}"
             raise ValueError(f"{error}; {at}") from error
-        rows += batch.num_rows
+
+    def score_all(first: int, batch: pa.RecordBatch, cells: list[Array | Ragged]) -> dict[str, pa.Array]:
         return opened.arrays(cells)
 
-    def score_good(batch: pa.RecordBatch) -> dict[str, pa.Array]:
-        nonlocal rows, has_said
-        parts = [part for part in _good_rows(sources, scorer.columns, batch, scorer.config.data) if len(part.rows)]
+    def score_good(first: int, batch: pa.RecordBatch, found: list[_GoodRows]) -> dict[str, pa.Array]:
+        nonlocal has_said
+        parts = [part for part in found if len(part.rows)]
         arrays = [opened.arrays(part.cells) for part in parts]
         good = np.concatenate([np.zeros(0, np.int64), *(part.rows for part in parts)])
         if len(good) < batch.num_rows and not has_said:
-            first = rows + int(np.setdiff1d(np.arange(batch.num_rows), good)[0])
+            first += int(np.setdiff1d(np.arange(batch.num_rows), good)[0])
             why = next((part.why for part in parts if part.why), "")
             _log.warning("partition %d, row %d: the predictions are null; %s", context.partitionId(), first, why)
             has_said = True
-        rows += batch.num_rows
         places = np.full(batch.num_rows, -1)
         places[good] = np.arange(len(good))
         indices = pa.array(places, mask=places < 0)
@@ -154,6 +167,23 @@ def batch_scorer(
         }
 
     return score
+
+
+def _ahead(
+    decode: Callable[[int, pa.RecordBatch], Any], pieces: Sequence[tuple[int, pa.RecordBatch]], threads: int
+) -> Iterator[Any]:
+    """Yields what a function returns for each piece, in order; at most `threads` pieces are decoded ahead."""
+    if threads == 0 or len(pieces) == 1:
+        yield from (decode(*piece) for piece in pieces)
+        return
+    waiting: deque[Future[Any]] = deque()
+    with ThreadPoolExecutor(threads, "spark_dl decode") as pool:
+        for piece in pieces:
+            waiting.append(pool.submit(decode, *piece))
+            if len(waiting) > threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,15 @@ preflight.EXECUTORS_WAIT_S = 0.5
 found["too few"] = error_of(of, 4, 2)
 found["too many"] = error_of(of, 1, 5)
 found["chosen"] = error_of(of, 2, "auto", device="auto")
+import torch
+spec = spark_dl.ModelSpec(build=lambda: torch.nn.Linear(1, 2))
+config = spark_dl.Config(data=spark_dl.Data(features=("x",)))
+found["scored"] = {
+    str(amount): error_of(lambda: spark_dl.predict(df, spec, config=config, gpus=amount).collect())
+    for amount in (1, 5, 0)
+}
+profiles = {amount: preflight.build_scoring_profile(spark, amount).taskResources for amount in (1, 2, 0.5)}
+found["profiles"] = {str(a): {name: r.amount for name, r in of.items()} for a, of in profiles.items()}
 print(json.dumps(found))
 """
 
@@ -101,3 +110,10 @@ def test_ranks_get_the_gpus_that_they_need_from_executors_whose_tasks_have_none(
     assert "RankError" in found["chosen"]  # without being told, each rank gets a GPU, which torch does not find here
     assert "Spark gave this task GPU GPU-" in found["chosen"]
     assert "finds no CUDA here" in found["chosen"]
+    assert "Spark gave this task GPU GPU-" in found["scored"]["1"]
+    assert "gpus: expected at most spark.executor.resource.gpu.amount, 4, the GPUs of an" in found["scored"]["5"]
+    assert found["scored"]["0"] == "ValueError: gpus: expected a number above 0, the GPUs of a task, found 0"
+    # An executor has four cores and four GPUs.
+    assert found["profiles"] == {
+        "1": {"cpus": 1, "gpu": 1}, "2": {"cpus": 2, "gpu": 2}, "0.5": {"cpus": 1, "gpu": 0.5},
+    }  # fmt: skip

@@ -120,7 +120,7 @@ def _worst(parallel: Any) -> Any:
         loader=SimpleNamespace(ragged="offsets"),
         launch=SimpleNamespace(num_ranks=0, min_ranks=1, gpus_per_rank=0.5),
         train=SimpleNamespace(
-            precision="fp16",
+            precision="fp16-mixed",
             optimizers=["LBFGS", "Muon"],
             param_groups=({},),
             compile=True,

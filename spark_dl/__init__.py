@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from spark_dl.launch.session import build_session
     from spark_dl.ledger import ledger, why
     from spark_dl.open_dataset import open_dataset
-    from spark_dl.optimization import CombinedOptimizer, Optimization
+    from spark_dl.optimization import CombinedOptimizer, MasterWeights, Optimization
     from spark_dl.parallel.ddp import DDP
     from spark_dl.parallel.hvd import Horovod
     from spark_dl.parallel.local_sgd import LocalSGD
@@ -75,6 +75,7 @@ _MODULES = {
     "Checkpoint": "spark_dl.config",
     "Checkpoints": "spark_dl.rundir.own_checkpoints",
     "CombinedOptimizer": "spark_dl.optimization",
+    "MasterWeights": "spark_dl.optimization",
     "Config": "spark_dl.config",
     "DDP": "spark_dl.parallel.ddp",
     "DPSingleProcess": "spark_dl.parallel.single",
@@ -167,6 +168,7 @@ __all__ = [
     "LoadedCheckpoint",
     "Loader",
     "LocalSGD",
+    "MasterWeights",
     "Mesh",
     "MeshPlans",
     "ModelSpec",

@@ -140,7 +140,7 @@ class Training:
             run, world, trainable, self.schedule, loader.columns, num_ranks or world.data_size, self.total_steps
         )
         self.experts = ExpertBalance(trainable, world, self.config)
-        fp16 = self.config.train.precision == "fp16"
+        fp16 = self.config.train.precision == "fp16-mixed"
         self.step_check: StepCheck | None = None
         if check_steps:
             watch = trainable.watch_buckets

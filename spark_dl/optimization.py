@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -53,7 +54,8 @@ class Optimization:
         name = type(self.scheduler).__name__
         if not isinstance(self.scheduler, (LRScheduler, ReduceLROnPlateau)):
             raise ValueError(f"spec.optimizer: expected a scheduler of torch.optim.lr_scheduler, found {name}")
-        if self.scheduler.optimizer is not self.optimizer:
+        scheduled = self.optimizer.optimizer if isinstance(self.optimizer, MasterWeights) else self.optimizer
+        if self.scheduler.optimizer not in (self.optimizer, scheduled):
             raise ValueError(f"spec.optimizer: the {name} schedules another optimizer than the one that is returned")
         if self.interval not in ("step", "epoch"):
             raise ValueError(f"spec.optimizer: expected interval 'step' or 'epoch', found {self.interval!r}")
@@ -124,8 +126,125 @@ class CombinedOptimizer(Optimizer):
             optimizer.step()
 
 
+class MasterWeights(Optimizer):
+    """An optimizer that steps copies of the weights in float32, and writes what they become back to the model.
+
+    Steps of weights in bfloat16 would be lost where they are smaller than half of its last digit (Micikevicius et al.
+    2018, section 3.1). The copies and the optimizer's state can be in the memory of the host, where the step is then
+    taken (Ren et al. 2021, ZeRO-Offload). Its groups are those of the optimizer. The copies are a part of its state,
+    "master", unless the weights are float32 themselves. `train.precision: bf16` and `train.offload_optimizer` use it.
+
+    Args:
+        optimizer: an optimizer of the model's parameters.
+        device: where the copies and the state are; where the parameters are, if it is None.
+
+    Raises:
+        ValueError: For something else than an optimizer that takes one gradient per step.
+
+    Example:
+        >>> def build_optimizer(model):
+        ...     return spark_dl.MasterWeights(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        >>> spark_dl.ModelSpec(build=lambda: torch.nn.Linear(2, 2).bfloat16(), optimizer=build_optimizer)
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device | str | None = None):
+        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LBFGS | MasterWeights):
+            raise ValueError(
+                "MasterWeights: expected an optimizer of torch.optim that takes one gradient per step, found "
+                f"{type(optimizer).__name__}"
+            )
+        self.optimizer = optimizer
+        self._device = None if device is None else torch.device(device)
+        self._masters: dict[Tensor, tuple[nn.Parameter, int]] = {}
+        """The copy of each parameter, and the version of the parameter that has it."""
+        super().__init__(optimizer.param_groups, {})
+        for parameter, state in optimizer.state.items():  # that of Adagrad is made with the optimizer
+            self.state[parameter] = {key: self._placed(parameter, key, value) for key, value in state.items()}
+        self._give(self.param_groups, self.state)
+
+    def _give(self, groups: list[dict[str, Any]], state: Any) -> None:
+        """Gives the optimizer groups and a state, outside a step those of this one: a scheduler may know it."""
+        self.optimizer.param_groups, self.optimizer.state = groups, state
+        if isinstance(self.optimizer, CombinedOptimizer):
+            self.optimizer._share()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # as `load_state_dict` does, with new groups and a new state
+        self._give(self.param_groups, self.state)
+        self.optimizer.__setstate__({})  # which adds settings that a checkpoint of an older torch does not have
+
+    def _placed(self, parameter: Tensor, key: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point() or key == "step":
+            return value
+        return value.detach().to(self._device or parameter.device, torch.float32, copy=True)
+
+    def _master_of(self, parameter: Tensor) -> nn.Parameter:
+        """Returns the copy of a parameter; a new one if something else than a step has written the parameter."""
+        master, version = self._masters.get(parameter, (None, -1))
+        if master is not None and version != parameter._version:
+            same = torch.equal(master.to(parameter.device, parameter.dtype), parameter.detach())
+            master = master if same else None
+        return nn.Parameter(self._placed(parameter, "", parameter)) if master is None else master
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Takes a step. closure: not supported, as it would compute the loss with the copies."""
+        if closure is not None:
+            raise ValueError("MasterWeights: step takes no closure")
+        pairs = [(p, self._master_of(p)) for p in trained_by(self) if p.grad is not None]
+        for parameter, master in pairs:
+            assert parameter.grad is not None
+            master.grad = parameter.grad.to(master.device, torch.float32)
+        of = dict(pairs)
+        groups = [{**group, "params": [of[p] for p in group["params"] if p in of]} for group in self.param_groups]
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        state.update({master: self.state[parameter] for parameter, master in pairs if parameter in self.state})
+        self._give(groups, state)
+        try:
+            self.optimizer.step()
+        finally:
+            for parameter, master in pairs:
+                parameter.copy_(master)
+                master.grad = None
+                self.state[parameter] = state[master]
+                self._masters[parameter] = master, parameter._version
+            for group, stepped in zip(self.param_groups, groups, strict=True):
+                group.update({**stepped, "params": group["params"]})
+            self._give(self.param_groups, self.state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state as other optimizers do, with the copies of weights that are not float32."""
+        state = super().state_dict()
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        for number, parameter in zip(numbers, trained_by(self), strict=True):
+            if parameter.dtype != torch.float32 and parameter in self._masters:
+                master = self._masters[parameter][0].detach()
+                state["state"][number] = {**state["state"].get(number, {}), _MASTER: master}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state of `state_dict`, or of the optimizer alone. The weights must have been loaded before."""
+        super().load_state_dict(state_dict)
+        self._masters = {}
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, parameter in zip(numbers, trained_by(self), strict=True):
+            # torch has given the state the dtype and the device of the parameters.
+            of_one = state_dict["state"].get(number, {})
+            placed = {key: self._placed(parameter, key, value) for key, value in of_one.items() if key != "step"}
+            if parameter in self.state:
+                self.state[parameter] = {**self.state[parameter], **placed}
+                self.state[parameter].pop(_MASTER, None)
+            if _MASTER in placed:
+                self._masters[parameter] = nn.Parameter(placed[_MASTER]), parameter._version
+
+
+_MASTER = "master"
+
+
 def parts_of(optimizer: Optimizer) -> list[Optimizer]:
     """Returns the optimizers that an optimizer is made of: itself, if it is not several."""
+    if isinstance(optimizer, MasterWeights):
+        return parts_of(optimizer.optimizer)
     return optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
 
 

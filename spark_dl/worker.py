@@ -14,8 +14,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from spark_dl.checks.storage import check_dtypes, check_reach, check_transform
 from spark_dl.config import Config, Launch, strategies
 from spark_dl.data.columns.ragged import check_lengths
@@ -75,7 +73,7 @@ def main(
                 return RankResult(world.rank, None, refused=str(error))
             run = dataclasses.replace(run, train=shards)
         _say_unused_gpus(config, world)
-        with out_of_memory_explained(config, world), _deterministic(config.train.deterministic):
+        with out_of_memory_explained(config, world), _deterministic(config):
             return RankResult(world.rank, train_run(run, world) if task == "train" else evaluate(run, world))
 
 
@@ -150,22 +148,12 @@ def _say_unused_gpus(config: Config, world: World) -> None:
         )  # fmt: skip
 
 
-@contextlib.contextmanager
-def _deterministic(is_asked: bool) -> Iterator[None]:
-    """Lets torch use only operations that give the same bits each time, in the block (`train.deterministic`)."""
-    if not is_asked:
-        yield
-        return
-    cudnn = torch.backends.cudnn
-    before = torch.get_deterministic_debug_mode(), cudnn.deterministic, cudnn.benchmark
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it at each call of cuBLAS
-    try:
-        torch.set_deterministic_debug_mode("error")
-        cudnn.deterministic, cudnn.benchmark = True, False
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(before[0])
-        cudnn.deterministic, cudnn.benchmark = before[1:]
+def _deterministic(config: Config) -> contextlib.AbstractContextManager[None]:
+    if not config.train.deterministic:
+        return contextlib.nullcontext()
+    from spark_dl.launch.rank.environment import deterministic  # which other trainings need not load
+
+    return deterministic()
 
 
 def train_run(run: Run, world: World) -> dict[str, Any]:

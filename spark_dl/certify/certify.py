@@ -299,7 +299,7 @@ class _OfSpec(_Checks):
         rounded = self._train("rounding", spec=dataclasses.replace(self._spec, build=Rounded(self._spec.build)))
         checks.append(self._of_rounding(rounded))
         planned = self._planned()
-        if self._given.train.precision == "bf16":
+        if self._given.train.precision == "bf16-mixed":
             planned["bf16"] = self._of_bf16
         if compiled or self._given.train.compile or "compiled" in only:
             planned["compiled"] = lambda: self._check("compiled", "compiled", limit=_MOST, train={"compile": True})
@@ -504,7 +504,7 @@ class _OfSpec(_Checks):
         )  # fmt: skip
 
     def _of_bf16(self) -> Check:
-        found = self._train("bf16", train={"precision": "bf16"})
+        found = self._train("bf16", train={"precision": "bf16-mixed"})
         if found.error:
             return Check("bf16", "failed", why=found.error, causes=("error",))
         size = abs(found.losses[-1] - self._base.losses[-1]) / max(abs(self._base.losses[-1]), 1e-9)

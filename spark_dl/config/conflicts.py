@@ -151,6 +151,11 @@ CONFLICTS = (
     Conflict("train.activation_checkpointing", lambda c: bool(c.train.activation_checkpointing) and c.parallel.by_spark,
              "expected none with parallel.strategy={c.parallel.strategy!r}, which compares exchanges, found "
              "{c.train.activation_checkpointing}; use ddp"),
+    Conflict("train.precision", lambda c: c.train.precision == "bf16" and not c.parallel.has_master_weights,
+             "expected float32 or bf16-mixed with another strategy than ddp and single, found bf16"),
+    Conflict("train.offload_optimizer", lambda c: c.train.offload_optimizer and not c.parallel.has_master_weights,
+             "expected false with another strategy than ddp and single; zero_stage 1 of mesh divides the state among "
+             "the ranks"),
     Conflict("train.deterministic", lambda c: c.train.deterministic and c.parallel.by_spark,
              "expected false with parallel.strategy={c.parallel.strategy!r}, which compares exchanges; use ddp"),
     Conflict("train.random_by", lambda c: c.train.random_by == "row" and c.train.compile,
@@ -167,9 +172,9 @@ CONFLICTS = (
     Conflict("loader.ragged", lambda c: c.parallel.all_gpus and c.loader.ragged == "offsets",
              "expected 'pad' with parallel.strategy={c.parallel.strategy!r}, which splits columns by rows, found "
              "'offsets'"),
-    Conflict("train.precision", lambda c: _error_feedback(c) and c.train.precision == "fp16",
-             "expected bf16 or float32 with parallel.compression 'powersgd', 'threshold' or 'topk', because error "
-             "feedback needs a constant loss scale, found fp16"),
+    Conflict("train.precision", lambda c: _error_feedback(c) and c.train.precision == "fp16-mixed",
+             "expected bf16-mixed or float32 with parallel.compression 'powersgd', 'threshold' or 'topk', because "
+             "error feedback needs a constant loss scale, found fp16-mixed"),
     Conflict("train.optimizer", lambda c: _served(c) and not {*c.train.optimizers} <= {*ELEMENTWISE},
              f"expected one of {', '.join(ELEMENTWISE)} with parallel.strategy={{c.parallel.strategy!r}}, whose "
              "servers split the weights into blocks, found {c.train.optimizers}"),
@@ -182,9 +187,9 @@ CONFLICTS = (
     Conflict("train.clip_grad_norm", lambda c: c.parallel.servers > 1 and c.train.clip_grad_norm is not None,
              "expected null with parallel.num_servers above 1, because no server has the whole gradient, found "
              "{c.train.clip_grad_norm}"),
-    Conflict("train.precision", lambda c: _served(c) and c.train.precision == "fp16",
-             "expected float32 or bf16 with parallel.strategy={c.parallel.strategy!r}, where ranks would use "
-             "different loss scales, found fp16"),
+    Conflict("train.precision", lambda c: _served(c) and c.train.precision == "fp16-mixed",
+             "expected float32 or bf16-mixed with parallel.strategy={c.parallel.strategy!r}, where ranks would use "
+             "different loss scales, found fp16-mixed"),
     Conflict("shards.storage", lambda c: _served(c) and _local(c),
              "expected 'shared' with parallel.strategy={c.parallel.strategy!r}, found 'local', which would also send "
              "rows to the servers, and they do not train"),

@@ -7,9 +7,9 @@ from typing import Literal
 
 from spark_dl.config.checks import check, check_bool, check_choices, check_number, integers
 from spark_dl.config.fields import may_change, named_settings
-from spark_dl.config.train import Precision
 
 Ragged = Literal["pad", "offsets"]
+PredictPrecision = Literal["float32", "bf16-mixed", "fp16-mixed"]
 
 
 @named_settings
@@ -58,9 +58,9 @@ class Loader:
     """Rows that `predict` passes to the model at once. Null: as `max_tokens` says; without it at most 1,024, and no
     more than 32 MiB of padded rows, where a value of a ragged column counts as 1 KiB on a GPU and 16 KiB on a CPU
     (a byte: 1 KiB), because models keep vectors for each."""
-    predict_precision: Precision = may_change("float32")
-    """Precision in which `predict` computes the model: `bf16` and `fp16` use autocast, and the predictions are float32
-    again. Evaluations have that of `train.precision`."""
+    predict_precision: PredictPrecision = may_change("float32")
+    """Precision in which `predict` computes the model: `bf16-mixed` and `fp16-mixed` use autocast, and the predictions
+    are float32 again. Evaluations have that of `train.precision`."""
     proportions: dict[str, float] = field(default_factory=dict)
     """Share of each dataset in every global batch, by name, for training on several datasets."""
     epoch_size: int | None = None

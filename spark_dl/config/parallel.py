@@ -39,6 +39,9 @@ class Parallel:
     """Whether ranks have parts of a model, which can be larger than the memory of one."""
     own_optimizer: ClassVar[bool] = False
     """Whether the strategy builds its own optimizer, so that it cannot train with `spec.optimizer`."""
+    has_master_weights: ClassVar[bool] = False
+    """Whether the optimizer may step copies of the weights (`train.precision: bf16`, `train.offload_optimizer`): each
+    rank steps whole parameters, and nothing else writes them."""
     excludes: ClassVar[tuple[Conflict, ...]] = ()
     """Settings of other sections that the strategy does not support, beyond those in `conflicts.CONFLICTS`."""
 

@@ -10,7 +10,7 @@ from spark_dl.config.checks import SettingError, check, check_bool, check_choice
 from spark_dl.config.fields import may_change, named_settings, of_caller
 
 LrScaling = Literal["none", "linear", "sqrt"]
-Precision = Literal["float32", "bf16", "fp16"]
+Precision = Literal["float32", "bf16-mixed", "fp16-mixed", "bf16"]
 Interval = Literal["step", "epoch"]
 Mode = Literal["min", "max"]
 RandomBy = Literal["rank", "row"]
@@ -24,7 +24,7 @@ class Train:
     same steps.
 
     Example:
-        >>> spark_dl.Train(epochs=5, optimizer="AdamW", lr=0.001, clip_grad_norm=1.0, precision="bf16")
+        >>> spark_dl.Train(epochs=5, optimizer="AdamW", lr=0.001, clip_grad_norm=1.0, precision="bf16-mixed")
     """
 
     global_batch_size: int = 64
@@ -70,7 +70,13 @@ class Train:
     its steps (stochastic weight averaging, Izmailov et al. 2018), in the place of `ema_decay`. Before, the average is
     the weights. In [0, 1). Null: no average."""
     precision: Precision = "float32"
-    """Precision of the forward and backward passes. `bf16` and `fp16` use autocast, and the weights stay in float32."""
+    """Precision of the forward and backward passes. `bf16-mixed` and `fp16-mixed` use autocast, and the weights stay in
+    float32. With `bf16` the weights and gradients are in bfloat16, too, which takes half of their memory and of the
+    bytes of an exchange; the optimizer steps copies of the weights in float32, and modules with statistics, such as
+    BatchNorm, stay in float32."""
+    offload_optimizer: bool = may_change(False)
+    """Keep the optimizer's state in the memory of the host, and take its steps there. A GPU then holds 8 bytes less for
+    each parameter with Adam, and a step waits for the copies of gradients and weights."""
     compile: bool = may_change(False)
     """Compile the model with `torch.compile`. The first steps then take longer, also those of a validation. Needs a C++
     compiler on the executors."""
@@ -168,7 +174,7 @@ class Train:
         if self.validation_fold is not None:
             self._check_fold()
         check_number(self, "early_stop_min_delta", 0)
-        check_bool(self, "compile", "channels_last", "check_batch_loss", "deterministic")
+        check_bool(self, "compile", "channels_last", "check_batch_loss", "deterministic", "offload_optimizer")
         check_choices(self)
         _check_optimizer("train.optimizer", self.optimizer)
         check(isinstance(self.param_groups, tuple | list), "train.param_groups", "a list of groups", self.param_groups)

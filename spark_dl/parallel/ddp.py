@@ -57,6 +57,7 @@ class DDP(Parallel):
     """
 
     strategy: ClassVar[str] = "ddp"
+    has_master_weights: ClassVar[bool] = True
     bucket_mib: float | Literal["auto"] = 25.0
     """Size of one all-reduce's flat gradient buffer, in MiB. At the start of a run, `auto` measures the time at which
     gradients are ready and the duration of all-reduces. It then chooses the size that gives the shortest step. `auto`

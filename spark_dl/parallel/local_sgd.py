@@ -58,9 +58,9 @@ class LocalSGD(Parallel):
                  "expected a multiple of parallel.sync_every_steps={c.parallel.sync_every_steps}, after which the "
                  "weights of all ranks are the same, found {c.train.check_replicas_every}; parallel.sync_start_step "
                  "must be such a multiple, too, found {c.parallel.sync_start_step}"),
-        Conflict("train.precision", lambda c: c.train.precision == "fp16",
-                 "expected float32 or bf16 with parallel.strategy='local_sgd', where each rank would leave out other "
-                 "steps, as each has its own loss scale, found fp16"),
+        Conflict("train.precision", lambda c: c.train.precision == "fp16-mixed",
+                 "expected float32 or bf16-mixed with parallel.strategy='local_sgd', where each rank would leave out "
+                 "other steps, as each has its own loss scale, found fp16-mixed"),
     )  # fmt: skip
     sync_every_steps: int = 8
     """Number of steps between two averages of the ranks' weights."""

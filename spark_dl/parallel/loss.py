@@ -441,7 +441,7 @@ def autocast(batch: Batch, config: Config) -> contextlib.AbstractContextManager[
 
 def autocast_to(precision: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Returns the context of a precision for computations on a device."""
-    dtype = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    dtype = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(precision)
     return torch.autocast(device.type, dtype=dtype) if dtype else contextlib.nullcontext()
 
 

@@ -36,6 +36,7 @@ class Single(Parallel):
     """
 
     strategy: ClassVar[str] = "single"
+    has_master_weights: ClassVar[bool] = True
     has_group: ClassVar[bool] = False
     one_rank: ClassVar[bool] = True
 

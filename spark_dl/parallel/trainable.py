@@ -7,7 +7,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from spark_dl.config.checks import listed
 from spark_dl.gather import RowRanks
-from spark_dl.optimization import CombinedOptimizer, Optimization, check_parameters, scale_rates
+from spark_dl.optimization import CombinedOptimizer, MasterWeights, Optimization, check_parameters, scale_rates
 from spark_dl.parallel.exchange_clock import ExchangeClock, StepClock
 from spark_dl.parallel.loss import (
     CachedGlobalLoss,
@@ -161,7 +161,7 @@ class Scaler:
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: Config, device: torch.device):
         self._optimizer = optimizer
-        self._scaler = torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16")
+        self._scaler = torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16-mixed")
         self.state = {"scaler": self._scaler} if self._scaler.is_enabled() else {}
         """Entries for `Trainable.extra_state`."""
         self._is_unscaled = False
@@ -206,11 +206,18 @@ def build_optimization(spec: ModelSpec, model: nn.Module, config: Config, world_
     Raises ValueError as `build_optimizer` does, and for an optimizer of other parameters than the model's.
     """
     if spec.optimizer is None:
-        return Optimization(optimizer=build_optimizer(model, config, world_size))
-    built = spec.optimizer(model)
-    optimization = built if isinstance(built, Optimization) else Optimization(optimizer=built)
-    check_parameters(optimization.optimizer, model)
-    scale_rates(optimization.optimizer, optimization.scheduler, lr_factor(config, world_size))
+        optimization = Optimization(optimizer=build_optimizer(model, config, world_size))
+    else:
+        built = spec.optimizer(model)
+        optimization = built if isinstance(built, Optimization) else Optimization(optimizer=built)
+        check_parameters(optimization.optimizer, model)
+        scale_rates(optimization.optimizer, optimization.scheduler, lr_factor(config, world_size))
+    train = config.train
+    if train.precision == "bf16" or train.offload_optimizer:
+        if isinstance(optimization.optimizer, MasterWeights):
+            return optimization
+        master = MasterWeights(optimization.optimizer, "cpu" if train.offload_optimizer else None)
+        return replace(optimization, optimizer=master)
     return optimization
 
 

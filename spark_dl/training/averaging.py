@@ -36,8 +36,8 @@ class WeightAverage:
     ):
         self._decay, self._start, self._share = decay, start, share
         self._parameters = list(parameters)
-        self.values = [p.detach().clone(memory_format=torch.contiguous_format) for p in self._parameters]
-        """The average of each parameter, in their order."""
+        self.values = [_copy_of(p) for p in self._parameters]
+        """The average of each parameter, in their order. Averages of weights in half precision are in float32."""
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -48,7 +48,7 @@ class WeightAverage:
             decay = min(self._decay, (1 + step) / (10 + step))
         for average, parameter in zip(self.values, self._parameters, strict=True):
             if parameter.is_floating_point():
-                average.lerp_(parameter, 1 - decay)
+                average.lerp_(parameter.to(average.dtype), 1 - decay)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -80,3 +80,8 @@ class WeightAverage:
 
     def _by_parameter(self) -> dict[int, Tensor]:
         return {id(parameter): value for parameter, value in zip(self._parameters, self.values, strict=True)}
+
+
+def _copy_of(parameter: Tensor) -> Tensor:
+    copy = parameter.detach().clone(memory_format=torch.contiguous_format)
+    return copy.float() if copy.dtype in (torch.bfloat16, torch.float16) else copy

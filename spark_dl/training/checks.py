@@ -35,7 +35,7 @@ from spark_dl.spec import Batch, ModelSpec
 from spark_dl.training.finite import StepCheck, stored_elements
 from spark_dl.world import World
 
-_TOLERANCE, _TOLERANCE_ON_GPU = 1e-5, 1e-3
+_TOLERANCE, _TOLERANCE_ON_GPU, _TOLERANCE_IN_BF16 = 1e-5, 1e-3, 2e-2
 """Relative differences that are rounding. On a GPU, batches of other sizes have other kernels, in TF32 as well."""
 
 _TAKE_SPARSE = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
@@ -75,6 +75,8 @@ def check_batch_loss(
         return
     (whole, count), (again, _), (first, first_count), (second, second_count) = (each for each in losses if each)
     tolerance = _TOLERANCE_ON_GPU if batch["weight"].is_cuda else _TOLERANCE
+    if any(p.dtype == torch.bfloat16 for p in model.parameters()):
+        tolerance = _TOLERANCE_IN_BF16
     if not math.isclose(whole, again, rel_tol=tolerance, abs_tol=tolerance):
         return  # it draws random numbers
     halves = (first + second) / (first_count + second_count) if first_count + second_count else 0.0
@@ -412,7 +414,8 @@ def out_of_memory_explained(config: Config, world: World) -> Iterator[None]:
         raise RuntimeError(
             f"rank {world.rank} on {world.host}: {world.device} has no memory left, with about {rows} rows in a "
             f"micro-batch{shared}; raise train.accumulation_steps (now {train.accumulation_steps}), lower "
-            f"train.global_batch_size (now {train.global_batch_size}), use more ranks, or set train.precision to bf16"
+            f"train.global_batch_size (now {train.global_batch_size}), use more ranks, or set train.precision to "
+            "bf16-mixed"
             f"{smaller}"
         ) from error
 

@@ -310,9 +310,9 @@ def check_loss_scale(scaler: Any, global_step: int) -> None:
     """
     if scaler is not None and scaler.get_scale() < MIN_LOSS_SCALE:
         raise NotFiniteTrainingError(
-            f"train.precision: with fp16 the gradients are not finite (NaN or Inf) in many consecutive steps, until "
-            f"step {global_step}, with the loss scale {scaler.get_scale():g}; the weights did not change in them. "
-            "Try train.precision bf16 or float32, or a lower train.lr"
+            f"train.precision: with fp16-mixed the gradients are not finite (NaN or Inf) in many consecutive steps, "
+            f"until step {global_step}, with the loss scale {scaler.get_scale():g}; the weights did not change in "
+            "them. Try train.precision bf16-mixed or float32, or a lower train.lr"
         )
 
 
@@ -425,7 +425,7 @@ class NonFiniteSteps:
         self._trainable, self._check, self._world, self._name_rows = trainable, check, world, name_rows
         self._policy, self._most = config.train.on_nonfinite, config.train.max_nonfinite
         self._skips = self._policy == "skip" and check is not None
-        self._checks_sums = config.train.precision != "fp16"  # whose scaler leaves out gradients that overflow
+        self._checks_sums = config.train.precision != "fp16-mixed"  # whose scaler leaves out gradients that overflow
         self._buffers = [b for module in trainable.modules for b in module.buffers()]
         self._names = {id(p): name for module in trainable.modules for name, p in module.named_parameters()}
         self._in_a_row = 0

@@ -110,16 +110,20 @@ def begin(
 
 
 def for_rank(run: Run) -> Run:
-    """Returns the run with what the settings do to the model of `spec.build`: `train.activation_checkpointing`, and the
-    weights of `train.init_from`, if no driver has prepared it, as under torchrun."""
+    """Returns the run with what the settings do to the model of `spec.build`: `train.activation_checkpointing`,
+    `train.precision: bf16`, and the weights of `train.init_from`, if no driver has prepared it, as under torchrun."""
     url, build = run.config.train.init_from, run.spec.build
     if url is not None and run.checkpoint is None and not isinstance(build, InitialWeights):
         source = _find(url, run.config)
         if run.train.columns and isinstance(source, Saved):
             check_reference_columns(run.train.select(run.config.data.columns), source.columns)
         build = InitialWeights(build, source)
+    if run.config.train.precision == "bf16":
+        from spark_dl.parallel.low_precision import InBfloat16  # which most runs need not load
+
+        build = InBfloat16(build)
     if run.config.train.activation_checkpointing:
-        from spark_dl.parallel.recompute import Recomputed  # which most runs need not load
+        from spark_dl.parallel.recompute import Recomputed
 
         build = Recomputed(build, run.config.train.activation_checkpointing)
     return run if build is run.spec.build else dataclasses.replace(run, spec=dataclasses.replace(run.spec, build=build))

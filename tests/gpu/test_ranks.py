@@ -155,7 +155,7 @@ def test_one_rank_compresses_on_its_gpu(tmp_path, device, compression):
     assert all(weight.isfinite().all() for weight in weights_of(saved).values())
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed"])
 def test_lower_precision_comes_close(tmp_path, device, precision):
     plain = train(make_run(tmp_path, config_on(device), name="plain"))
     other = train(make_run(tmp_path, config_on(device, precision=precision), name="other"))
@@ -173,7 +173,7 @@ def build_cnn():
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_bf16_with_compile_and_channels_last_comes_close(tmp_path, device, num_ranks):
-    spec, fast = ModelSpec(build=build_cnn), {"precision": "bf16", "compile": True, "channels_last": True}
+    spec, fast = ModelSpec(build=build_cnn), {"precision": "bf16-mixed", "compile": True, "channels_last": True}
     settings = {"validation_fraction": 0.2, "epochs": 4}
     plain = make_run(tmp_path, config_on(device, num_ranks, **settings), spec=spec, name="plain")
     other = make_run(tmp_path, config_on(device, num_ranks, **settings, **fast), spec=spec, name="fast")

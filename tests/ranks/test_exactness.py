@@ -388,8 +388,8 @@ LAYERS = {
         ModelSpec(build=build_mlp, batch_loss=clip_loss), clip_loss, train={"check_batch_loss": False},
         differs=(*SEVERAL, "accumulation"),
     ),
-    "bf16": Recipe(ModelSpec(build=build_mlp), train={"precision": "bf16"}, rounding=1e-2),
-    "fp16": Recipe(ModelSpec(build=build_mlp), train={"precision": "fp16"}, rounding=1e-2),
+    "bf16": Recipe(ModelSpec(build=build_mlp), train={"precision": "bf16-mixed"}, rounding=1e-2),
+    "fp16": Recipe(ModelSpec(build=build_mlp), train={"precision": "fp16-mixed"}, rounding=1e-2),
     "calls in a buffer, unused parameters": Recipe(
         ModelSpec(build=Unused), cross_entropy, settings={"parallel": parallel(find_unused_parameters=True)},
         differs=MICRO,

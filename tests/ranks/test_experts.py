@@ -309,7 +309,7 @@ def test_models_whose_experts_cannot_be_divided(tmp_path, spec, message):
 def test_bf16_on_different_ranks_is_bf16_in_one_process(tmp_path):
     losses = []
     for num_ranks, parallel in ((1, Mesh()), (2, Mesh(experts=2))):
-        config = small_config(num_ranks, train={"precision": "bf16"}, parallel=parallel)
+        config = small_config(num_ranks, train={"precision": "bf16-mixed"}, parallel=parallel)
         run = make_run(tmp_path, config, spec=BIASED, name=f"{num_ranks}")
         losses.append([entry["train_loss"] for entry in run_ranks(train_rank, num_ranks, run)[0]["history"]])
     assert losses[0] == pytest.approx(losses[1], rel=0.02)

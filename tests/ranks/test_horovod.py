@@ -143,7 +143,7 @@ def test_fp16_compression_is_close_and_not_the_same(tmp_path):
 
 @pytest.mark.slow
 def test_mixed_precision_learns(tmp_path):
-    config = config_of(2, train={"precision": "fp16", "epochs": 6, "lr": 0.3})
+    config = config_of(2, train={"precision": "fp16-mixed", "epochs": 6, "lr": 0.3})
     run = make_run(tmp_path, config, spec=MLP)
     result = run_ranks(train_rank, 2, run)[0]
     assert result["history"][-1]["train_loss"] < 0.8 * result["history"][0]["train_loss"]

@@ -138,7 +138,7 @@ def test_on_another_number_of_ranks_the_optimizers_begin_with_their_mean(tmp_pat
 
 @pytest.mark.slow
 def test_mixed_precision_learns(tmp_path):
-    config = small_config(2, train={"precision": "bf16", "epochs": 6, "lr": 0.3}, parallel=local_sgd(4, start=3))
+    config = small_config(2, train={"precision": "bf16-mixed", "epochs": 6, "lr": 0.3}, parallel=local_sgd(4, start=3))
     run = make_run(tmp_path, config, rows=51)
     train(run)
     losses = [line["train_loss"] for line in read_metrics(run.run_dir) if line["kind"] == "epoch"]

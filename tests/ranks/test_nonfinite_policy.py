@@ -245,14 +245,14 @@ def test_F22_a_gradient_that_overflows_in_the_exchange_is_left_out(tmp_path, nam
 
 
 def test_F22_with_fp16_a_loss_that_is_nan_is_left_out_and_the_scale_is_lowered(tmp_path):
-    run = with_policy(run_of(tmp_path, config_of({}, precision="fp16"), where="output"), "skip", "skip")
+    run = with_policy(run_of(tmp_path, config_of({}, precision="fp16-mixed"), where="output"), "skip", "skip")
     result, saved = train(run)
     assert_counted(result)
     assert checkpoint.load(saved, "training.pt")["extra"]["scaler"]["scale"] == 2**15
 
 
 def test_F22_bf16_autocast(tmp_path):
-    run = run_of(tmp_path, config_of({}, precision="bf16"))
+    run = run_of(tmp_path, config_of({}, precision="bf16-mixed"))
     (result, saved), (_, again) = (train(with_policy(run, policy, policy)) for policy in ("skip", "rollback"))
     assert_counted(result)
     assert same_bits(load_weights(saved), load_weights(again))

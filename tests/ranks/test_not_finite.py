@@ -231,7 +231,7 @@ def test_a_loss_that_is_nan_names_its_rank(tmp_path):
 
 def test_fp16_leaves_out_a_step_that_overflows_and_goes_on(tmp_path):
     run = run_with_bad_row(
-        tmp_path, config_of({}, 2, {"precision": "fp16"}), rank=1, step=4, num_trainers=2, factor=math.inf
+        tmp_path, config_of({}, 2, {"precision": "fp16-mixed"}), rank=1, step=4, num_trainers=2, factor=math.inf
     )
     assert [error for error, _ in run_ranks(error_of_rank, 2, run)] == [None, None]
     assert_last_good(run, STEPS)
@@ -241,7 +241,7 @@ def test_fp16_leaves_out_a_step_that_overflows_and_goes_on(tmp_path):
 
 
 def test_fp16_does_not_leave_out_steps_for_ever(tmp_path):
-    config = config_of({}, 2, {"precision": "fp16", "epochs": 9})
+    config = config_of({}, 2, {"precision": "fp16-mixed", "epochs": 9})
     run = dataclasses.replace(make_run(tmp_path, config), spec=ModelSpec(build=build_never_finite))
     assert all(error.startswith("NotFiniteTrainingError: train.precision: ") for error in errors_of(run))
     assert_last_good(run, checkpoint.latest(run.run_dir).step)

@@ -40,7 +40,7 @@ CHANGES = {
         "scheduler": "CosineAnnealingLR", "scheduler_args": {"T_max": 5}, "scheduler_interval": "step",
     },
     "train.warmup_steps": {"warmup_steps": 5}, "train.clip_grad_norm": {"clip_grad_norm": 0.05},
-    "train.precision": {"precision": "bf16"}, "train.validation_fraction": {"validation_fraction": 0.25},
+    "train.precision": {"precision": "bf16-mixed"}, "train.validation_fraction": {"validation_fraction": 0.25},
     "train.early_stop_metric": {
         "early_stop_metric": "loss", "early_stop_patience": 1, "early_stop_min_delta": 9.0, "validation_fraction": 0.2,
     },
@@ -68,6 +68,7 @@ NEUTRAL = {
     "loader.memory_mib": {"memory_mib": 64}, "loader.reader_threads": {"reader_threads": 1},
     "loader.prefetch_batches": {"prefetch_batches": 1}, "train.lr_scaling": {"lr_scaling": "sqrt"},
     "train.channels_last": {"channels_last": True}, "train.deterministic": {"deterministic": True},
+    "train.offload_optimizer": {"offload_optimizer": True},
     "train.on_nonfinite: skip": {"on_nonfinite": "skip"},
     "train.on_nonfinite: rollback": {"on_nonfinite": "rollback", "max_nonfinite": 1},
     "train.check_replicas_every": {"check_replicas_every": 2}, "train.metrics": {"metrics": ACCURACY},

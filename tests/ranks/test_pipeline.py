@@ -100,7 +100,7 @@ def test_adam_more_micro_batches_and_autocast(num_ranks):
     cut = [2, 2, 6, 2] if num_ranks == 4 else None
     schedules = [("1f1b", 1, cut), ("zero_bubble", 1, cut), ("gpipe", 1, cut)]
     assert_same_bits(Case(optimizer=adam, micro_batches=8), num_ranks, *schedules)
-    assert_same_bits(Case(more={"precision": "bf16"}), num_ranks, *schedules)
+    assert_same_bits(Case(more={"precision": "bf16-mixed"}), num_ranks, *schedules)
 
 
 def build_linears(num_layers):

@@ -66,7 +66,7 @@ def weights_of(tmp_path, name, spec, num_ranks, layers, **settings):
     return load_weights(train(make_run(tmp_path, config, spec=spec, name=name)))
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("precision", ["float32", "bf16-mixed"])
 @pytest.mark.parametrize(("block", "layers"), [(Block, "full"), (WithDropout, "full"), (WithDropout, ("1", "[23]"))])
 def test_the_weights_are_the_same_to_the_bit(tmp_path, block, layers, precision):
     spec = ModelSpec(build=lambda: build(block), loss="CrossEntropyLoss")

@@ -23,7 +23,7 @@ def test_same_as_a_plain_loop(tmp_path, strategy, accumulation_steps):
     assert_same_training(tmp_path, small_config(1, train=settings, parallel=parallel(strategy=strategy)), 245)
 
 
-@pytest.mark.parametrize("precision", ["float32", "fp16"])
+@pytest.mark.parametrize("precision", ["float32", "fp16-mixed"])
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, precision):
     config = small_config(1, train={"precision": precision}, parallel=Single())
     whole = make_run(tmp_path, config, spec=DROPOUT_MLP, name="whole")

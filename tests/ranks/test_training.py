@@ -390,7 +390,7 @@ def test_a_run_goes_on_between_validations_as_if_it_had_not_been_cut(tmp_path):
         assert same_bits(final_state(whole)[0], final_state(cut)[0])
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed"])
 def test_mixed_precision_learns_and_keeps_float32_weights(tmp_path, precision):
     config = small_config(2, train={"precision": precision, "epochs": 6, "lr": 0.3})
     run = make_run(tmp_path, config, spec=MLP)
@@ -398,7 +398,7 @@ def test_mixed_precision_learns_and_keeps_float32_weights(tmp_path, precision):
     assert result["history"][-1]["train_loss"] < 0.8 * result["history"][0]["train_loss"]
     weights, training = final_state(run)
     assert all(w.dtype == torch.float32 for w in weights.values())
-    assert ("scaler" in training["extra"]) == (precision == "fp16")
+    assert ("scaler" in training["extra"]) == (precision == "fp16-mixed")
 
 
 @pytest.mark.sampled(2)

@@ -335,7 +335,7 @@ def test_a_mixture_and_fp16(spark, tmp_path):
         name: write_dataset(str(tmp_path / name), blobs(rows), group_rows=20, shard_rows=60)
         for name, rows in (("many", 245), ("few", 50))
     }
-    train = {"global_batch_size": 96, "precision": "fp16"}
+    train = {"global_batch_size": 96, "precision": "fp16-mixed"}
     mixed = {"proportions": {"many": 3, "few": 1}, "epoch_size": 300}
     config = config_of("shuffle_reduce", 3, train=train, data=mixed)
     run = make_run(tmp_path, config, train=Mixture(datasets))

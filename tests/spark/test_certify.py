@@ -46,7 +46,7 @@ def check_of(certificate, name):
 
 def test_a_training_that_is_exact_passes_every_check(rows, tmp_path):
     page = tmp_path / "certificate.html"
-    config = Config(train=Train(**SGD, validation_fraction=0.2, precision="bf16"))
+    config = Config(train=Train(**SGD, validation_fraction=0.2, precision="bf16-mixed"))
     certificate = spark_dl.certify(rows, ModelSpec(build=build_mlp), config, page=page, progress=False)
     assert certificate.passed, certificate.text
     assert {check.outcome for check in certificate.checks} == {"same"}

@@ -130,7 +130,7 @@ def test_weights_that_overflow_on_the_driver_are_not_saved(spark, tmp_path, stra
 @pytest.mark.modes("local")
 @pytest.mark.parametrize("strategy", DRIVER_LOOPS)
 def test_a_driver_loop_with_fp16_leaves_out_a_step_that_overflows(spark, tmp_path, strategy):
-    run = run_of(tmp_path, strategy, {"precision": "fp16"}, rank=1, step=4)
+    run = run_of(tmp_path, strategy, {"precision": "fp16-mixed"}, rank=1, step=4)
     assert train(run).steps == STEPS
     assert_last_good(run, STEPS)
 

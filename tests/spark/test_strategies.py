@@ -48,7 +48,7 @@ class Toy(spark_dl.Parallel):
     has_group: ClassVar[bool] = False
     one_rank: ClassVar[bool] = True
     excludes: ClassVar[tuple[Conflict, ...]] = (
-        Conflict("train.precision", lambda c: c.train.precision == "fp16", "not with {c.parallel.strategy}"),
+        Conflict("train.precision", lambda c: c.train.precision == "fp16-mixed", "not with {c.parallel.strategy}"),
     )
     folder: str = ""
     """Folder that gets a file for each step."""
@@ -156,7 +156,7 @@ def test_it_is_listed_and_what_cannot_be_loaded_is_an_error_that_names_it(instal
     toy = {"strategy": "toy"}
     asked = [
         {"parallel": {**toy, "first": 0}}, {"parallel": {**toy, "bucket_mib": 3}}, {"parallel": {"folder": "/x"}},
-        {"parallel": toy, "launch": {"num_ranks": 2}}, {"parallel": toy, "train": {"precision": "fp16"}},
+        {"parallel": toy, "launch": {"num_ranks": 2}}, {"parallel": toy, "train": {"precision": "fp16-mixed"}},
         *({"parallel": {"strategy": name}} for name in ("broken", "other_name", "no_strategy", "tooy")),
         {"parallel": toy},
     ]  # fmt: skip

@@ -268,7 +268,7 @@ def test_features_are_assembled_to_one_tensor_in_their_order(sequences):
     assert Config(data=Data(**dataclasses.asdict(config.data))).data == config.data
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("float32", torch.float32), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize(("precision", "dtype"), [("float32", torch.float32), ("bf16-mixed", torch.bfloat16)])
 def test_precision_is_that_of_the_forward_pass_and_sums_stay_float32(precision, dtype):
     config = Config(data=Data(features=("x",)), train=Train(precision=precision))
     batch = batch_of(x=torch.ones(3, 2))

@@ -129,7 +129,7 @@ def _compute(kept: _Kept, rank: int, step: Step) -> GradientSum:
     ):
         total = add_gradients(spec, model, batches, config, device=device, scale=lambda losses: losses * factor)
     finding = None
-    if config.train.precision != "fp16":  # with fp16, the scaler on the driver skips a step that overflows
+    if config.train.precision != "fp16-mixed":  # with fp16, the scaler on the driver skips a step that overflows
         finding = find_in_gradients(model, total, rank, step.global_step + 1)
         finding = finding and dataclasses.replace(finding, rows=kept.name_rows(rank, step))
     gradient, used = flat_gradient(parameters)

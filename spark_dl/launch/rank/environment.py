@@ -104,6 +104,21 @@ _TORCH_FLAGS: tuple[tuple[Any, str], ...] = (
 )
 
 
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Lets torch use only operations that give the same bits each time, in the block (`train.deterministic`)."""
+    cudnn = torch.backends.cudnn
+    before = torch.get_deterministic_debug_mode(), cudnn.deterministic, cudnn.benchmark
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it at each call of cuBLAS
+    try:
+        torch.set_deterministic_debug_mode("error")
+        cudnn.deterministic, cudnn.benchmark = True, False
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before[0])
+        cudnn.deterministic, cudnn.benchmark = before[1:]
+
+
 class ProcessState:
     """The state of this process at one moment."""
 

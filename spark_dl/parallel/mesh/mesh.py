@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from spark_dl.world import World
 
 _log = logging.getLogger("spark_dl")
-_TOLERANCE = {"float32": 0.02, "bf16": 0.2}
+_TOLERANCE = {"float32": 0.02, "bf16-mixed": 0.2}
 """Difference of a gradient, in its norm. Convolutions of GPUs round float32 to 10 bits."""
 _SMALL = 1e-4
 """Gradients below this part of the gradient of the model are rounding, and losses of a row below it."""

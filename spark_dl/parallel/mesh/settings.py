@@ -52,9 +52,9 @@ EXCLUDES = (
     Conflict("train.param_groups", lambda c: bool(c.train.param_groups) and _mesh(c).pipeline > 1,
              "expected none with parallel.pipeline above 1, whose stages have different parameters; use "
              "spec.optimizer, which gets those of a stage"),
-    Conflict("train.precision", lambda c: _cuts(c) and c.train.precision == "fp16",
-             "expected float32 or bf16 with parallel.strategy='mesh', where ranks would use different loss scales, "
-             "found fp16"),
+    Conflict("train.precision", lambda c: _cuts(c) and c.train.precision == "fp16-mixed",
+             "expected float32 or bf16-mixed with parallel.strategy='mesh', where ranks would use different loss "
+             "scales, found fp16-mixed"),
     Conflict("train.compile", lambda c: _cuts(c) and c.train.compile,
              "not supported with parallel.strategy='mesh', which cuts the model; set it to false, or use ddp"),
     *without_average(lambda c: _pipes(c, "pipedream"), "expected null with parallel.schedule='pipedream', whose stages "

@@ -173,6 +173,7 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
     (Train, "train.check_batch_loss", [0, 1, "true", None]),
     (Train, "train.channels_last", [0, 1, "true", None]),
     (Train, "train.deterministic", [0, 1, "true", None]),
+    (Train, "train.offload_optimizer", [0, 1, "true", None]),
     (Train, "train.validation_fold", [-1, 1.0, "0", True], [{"validation_fraction": 0.2, "validation_fold": 5}]),
     (
         Train,

@@ -61,13 +61,15 @@ EXCLUSIVE = [  # the key that the error names, and settings of which each is val
     ("train.random_by", {"random_by": "row"}, {"compile": True}),
     ("train.random_by", {"random_by": "row"}, {"parallel": DPSingleProcess()}),
     ("train.channels_last", {"parallel": ShuffleReduce()}, {"channels_last": True}),
+    ("train.precision", {"parallel": LocalSGD()}, {"precision": "bf16"}),
+    ("train.offload_optimizer", {"parallel": LocalSGD()}, {"offload_optimizer": True}),
     ("train.deterministic", {"parallel": ShuffleReduce()}, {"deterministic": True}),
     ("train.channels_last", SERVED, {"channels_last": True}),
     ("shards.storage", {"parallel": TreeReduce()}, LOCAL),
     ("shards.storage", {"parallel": ShuffleReduce()}, LOCAL),
     ("loader.ragged", {"parallel": DPSingleProcess()}, {"ragged": "offsets"}),
     *(
-        ("train.precision", {"parallel": DDP(compression=c)}, {"precision": "fp16"})
+        ("train.precision", {"parallel": DDP(compression=c)}, {"precision": "fp16-mixed"})
         for c in ("powersgd", "threshold", "topk")
     ),
     ("train.optimizer", SERVED, {"optimizer": "Adafactor"}),
@@ -86,7 +88,7 @@ EXCLUSIVE = [  # the key that the error names, and settings of which each is val
     ("train.check_replicas_every", SERVED, {"check_replicas_every": 5}),
     ("train.check_replicas_every", {"parallel": TreeReduce()}, {"check_replicas_every": 5}),
     ("train.lr_scaling", {"scheduler": "OneCycleLR", "scheduler_args": {"max_lr": 1.0}}, {"lr_scaling": "linear"}),
-    ("train.precision", SERVED, {"precision": "fp16"}),
+    ("train.precision", SERVED, {"precision": "fp16-mixed"}),
     ("shards.storage", SERVED, LOCAL),
     ("track.profile_steps", SERVED, {"profile_steps": (1, 2)}),
     ("track.profile_steps", {"parallel": TreeReduce()}, {"profile_steps": (1, 2)}),
@@ -124,12 +126,12 @@ def test_a_strategy_adds_lines_of_its_own():
     class Careful(Parallel):
         strategy: ClassVar[str] = "careful"
         excludes: ClassVar[tuple[Conflict, ...]] = (
-            Conflict("train.precision", lambda c: c.train.precision == "fp16", "not with {c.parallel.strategy}"),
+            Conflict("train.precision", lambda c: c.train.precision == "fp16-mixed", "not with {c.parallel.strategy}"),
         )
 
     make_config(parallel=Careful())
     with pytest.raises(ValueError, match=r"^train\.precision: not with careful$"):
-        make_config(parallel=Careful(), precision="fp16")
+        make_config(parallel=Careful(), precision="fp16-mixed")
 
 
 @pytest.mark.parametrize(("every", "settings"), [(6, {}), (8, {"sync_start_step": 3})], ids=str)
@@ -142,16 +144,17 @@ def test_local_sgd_compares_weights_after_averages_only(every, settings):
 
 def test_M19_local_sgd_does_not_take_fp16():
     with pytest.raises(
-        ValueError, match=r"^train\.precision: expected float32 or bf16 with .*'local_sgd'.* found fp16"
+        ValueError, match=r"^train\.precision: expected float32 or bf16-mixed with .*'local_sgd'.* found fp16-mixed"
     ):
-        make_config(parallel=LocalSGD(), precision="fp16")
+        make_config(parallel=LocalSGD(), precision="fp16-mixed")
 
 
 @pytest.mark.parametrize("settings", [
-    {"parallel": DDP(compression="fp16"), "precision": "fp16"}, {"parallel": DDP(compression="topk"),
-                                                                "precision": "bf16"},
-    {"parallel": ParameterServer(), "num_ranks": 2, "clip_grad_norm": 1.0, "precision": "bf16", "optimizer": "AdamW"},
-    {"parallel": LocalSGD(), "precision": "bf16", "optimizer": "Adafactor", "clip_grad_norm": 1.0},
+    {"parallel": DDP(compression="fp16"), "precision": "fp16-mixed"}, {"parallel": DDP(compression="topk"),
+                                                                "precision": "bf16-mixed"},
+    {"parallel": ParameterServer(), "num_ranks": 2, "clip_grad_norm": 1.0, "precision": "bf16-mixed",
+     "optimizer": "AdamW"},
+    {"parallel": LocalSGD(), "precision": "bf16-mixed", "optimizer": "Adafactor", "clip_grad_norm": 1.0},
     {"metrics": {}, "label": None},
     {"parallel": DDP(compression="bf16"), "gpus_per_rank": 0.5},
     {"parallel": DDP(all_reduce="ring", compression="none"), "gpus_per_rank": 1},

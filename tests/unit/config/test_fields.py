@@ -21,7 +21,8 @@ MAY_CHANGE = {
     "train.early_stop_patience", "train.early_stop_min_delta", "train.log_every",
     "train.validate_every_steps", "train.ema_decay", "train.swa_start",
     "train.on_nonfinite", "train.max_nonfinite", "train.check_replicas_every", "train.check_batch_loss",
-    "train.compile", "train.channels_last", "train.deterministic", "train.activation_checkpointing",
+    "train.compile", "train.channels_last", "train.deterministic",
+    "train.offload_optimizer", "train.activation_checkpointing",
     *(key for key in config_keys() if key.startswith(("launch.", "checkpoint.", "track.", "faults."))),
 }  # fmt: skip
 

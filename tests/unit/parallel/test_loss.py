@@ -46,7 +46,7 @@ def test_a_mean_over_the_true_rows_has_the_sum_and_the_gradient_of_a_loss_by_row
 def test_a_mean_is_computed_in_the_precision_of_the_settings():
     dtypes = []
     spec = ModelSpec(build=nn.Identity, batch_loss=lambda model, batch: dtypes.append(model(batch["x"]).dtype) or LOSS)
-    _, total = weighted_loss_sum(spec, nn.Linear(2, 1), batch_of([1.0]), Config(train=Train(precision="bf16")))
+    _, total = weighted_loss_sum(spec, nn.Linear(2, 1), batch_of([1.0]), Config(train=Train(precision="bf16-mixed")))
     assert dtypes == [torch.bfloat16]
     assert total.dtype == torch.float32
 

@@ -321,7 +321,7 @@ def test_a_model_is_saved_with_a_checkpoint_or_with_settings_and_rows(save, tmp_
     assert not (tmp_path / "m").exists()
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["float32", "bf16-mixed", "fp16-mixed"])
 def test_predictions_are_float32_of_a_model_that_computes_in_another_precision(precision):
     seen = []
 
@@ -335,6 +335,6 @@ def test_predictions_are_float32_of_a_model_that_computes_in_another_precision(p
     scorer = Scorer(spec=spec, config=config, columns=(COLUMN,), url="", sha256="")
     rows = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
     found = scorer.outputs(scorer.load(), [rows], "cpu")["prediction"]
-    assert {*seen} == {{"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]}
+    assert {*seen} == {{"float32": torch.float32, "bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}[precision]}
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, scorer.load()(torch.from_numpy(rows)).detach(), rtol=0.02, atol=0.02)

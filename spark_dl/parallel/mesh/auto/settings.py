@@ -47,7 +47,7 @@ EXCLUDES = (
              "{c.parallel.hosts}"),
     *without_average(lambda c: True, "expected null with parallel.strategy='auto', whose plans have no memory for it"),
     _conflict("checkpoint.weights", "trainable", "'all'"),
-    _conflict("train.precision", "fp16", "float32 or bf16"),
+    _conflict("train.precision", "fp16-mixed", "float32 or bf16-mixed"),
     _conflict("train.compile", True, "false"),
     _conflict("train.channels_last", True, "false"),
     _conflict("train.random_by", "row", "'rank'"),

@@ -37,7 +37,7 @@ def test_settings_that_do_not_fit_each_other(mesh, message):
     ({"zero_stage": 1}, {"optimizer": "Adafactor"}, "train.optimizer: expected one of SGD"),
     ({"zero_stage": 1}, {"param_groups": ({"match": "a", "optimizer": "Muon"},)}, r"expected one of SGD.*'Muon'\]"),
     ({"pipeline": 2}, {"param_groups": ({"match": "a"},), "accumulation_steps": 2}, "train.param_groups: .*stages"),
-    ({"tensor": 2}, {"precision": "fp16"}, "train.precision: expected float32 or bf16"),
+    ({"tensor": 2}, {"precision": "fp16-mixed"}, "train.precision: expected float32 or bf16-mixed"),
     ({"zero_stage": 1}, {"compile": True}, "train.compile: not supported with parallel.strategy='mesh'"),
     ({"zero_stage": 1}, {"channels_last": True}, "train.channels_last: not supported"),
     ({"tensor": 2}, {"random_by": "row"}, "train.random_by: expected 'rank' with parallel.pipeline or parallel.tensor"),

@@ -34,7 +34,7 @@ def boundaries(model, cut, config=CONFIG, spec=SPEC):
     return find_boundaries(spec, model, config, stages, BATCH)
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("float32", torch.float32), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize(("precision", "dtype"), [("float32", torch.float32), ("bf16-mixed", torch.bfloat16)])
 def test_shapes_are_found_without_computing_them(precision, dtype):
     model = build_dropout_mlp()
     before = state_of(model)

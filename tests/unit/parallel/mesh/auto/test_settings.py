@@ -22,7 +22,7 @@ def test_a_setting_that_is_wrong(settings, message):
 @pytest.mark.parametrize(("settings", "message"), [
     ({"optimizer": "Adafactor"}, r"train.optimizer: expected one of SGD, .*found \['Adafactor'\]"),
     ({"lr_scaling": "linear"}, "train.lr_scaling: expected 'none' with parallel.strategy='auto', which chooses"),
-    ({"precision": "fp16"}, "train.precision: expected float32 or bf16 with .*, found 'fp16'; or set"),
+    ({"precision": "fp16-mixed"}, "train.precision: expected float32 or bf16-mixed with .*, found 'fp16-mixed'"),
     ({"storage": "local"}, "shards.storage: expected 'shared' with parallel.strategy='auto', found 'local'"),
     ({"parallel": Auto(hosts=3)}, "parallel.hosts: expected a divisor of launch.num_ranks=4, .*found 3"),
 ])  # fmt: skip

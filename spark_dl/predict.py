@@ -95,20 +95,18 @@ def predict(
             "on_bad_rows: found 'null' with a dataset that is read by its URL, expected 'raise'; read it as a "
             "DataFrame, spark.read.parquet(url)"
         )
+    is_dataset = isinstance(source, (str, ShardSet))
+    session = find_session(None, spark) if is_dataset else source.sparkSession
+    profile = None if gpus is None else preflight.build_scoring_profile(session, gpus)
     scorer = with_declared(find_scorer(model, checkpoint_url, config, data=source), output_schema)
     if isinstance(source, (str, ShardSet)):
-        session = find_session(None, spark)
-        return predict_dataset(session, source, scorer, keys, _profile(session, gpus))
+        return predict_dataset(session, source, scorer, keys, profile)
     if keys:
         raise ValueError(f"keys: found {list(keys)} with a DataFrame, which keeps all its columns; remove keys")
     added = added_fields(scorer, first_outputs(source, scorer))
     if on_bad_rows == "null":
         scorer = replace(with_declared(scorer, as_struct(added)), on_bad_rows="null")
-    return add_predictions(source, scorer, added, _profile(source.sparkSession, gpus))
-
-
-def _profile(spark: SparkSession, gpus: float | None) -> Any:
-    return None if gpus is None else preflight.build_scoring_profile(spark, gpus)
+    return add_predictions(source, scorer, added, profile)
 
 
 def predict_udf(

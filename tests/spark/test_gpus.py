@@ -32,7 +32,7 @@ def of(num_ranks, amount, **settings):
 def error_of(call, *args, **kwargs):
     try:
         return call(*args, **kwargs)
-    except (RuntimeError, ValueError) as error:
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 preflight.EXECUTORS_WAIT_S = 30.0
@@ -45,8 +45,9 @@ found["too few"] = error_of(of, 4, 2)
 found["too many"] = error_of(of, 1, 5)
 found["chosen"] = error_of(of, 2, "auto", device="auto")
 import torch
-spec = spark_dl.ModelSpec(build=lambda: torch.nn.Linear(1, 2))
+spec = spark_dl.ModelSpec(build=lambda: torch.nn.Linear(2, 2))
 config = spark_dl.Config(data=spark_dl.Data(features=("x",)))
+df = df.selectExpr("array(x, x) AS x")
 found["scored"] = {
     str(amount): error_of(lambda: spark_dl.predict(df, spec, config=config, gpus=amount).collect())
     for amount in (1, 5, 0)
@@ -102,7 +103,7 @@ def test_ranks_get_the_gpus_that_they_need_from_executors_whose_tasks_have_none(
     [one], [other] = gpus_of(found["rows"])
     assert one != other
     assert [rank["local_rank"] for rank in found["1"]] == ["0", "1", "2", "3"]
-    assert "RuntimeError: 4 ranks need 4 task slots at the same time, and the cluster has 2 " in found["too few"]
+    assert "TooFewSlotsError: 4 ranks need 4 task slots at the same time, and the cluster has 2 " in found["too few"]
     assert "launch.gpus_per_rank=2, spark.executor.resource.gpu.amount=4" in found["too few"]
     assert found["too many"].startswith(
         "ValueError: launch.gpus_per_rank: expected at most spark.executor.resource.gpu"

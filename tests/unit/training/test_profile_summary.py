@@ -35,6 +35,8 @@ def test_without_a_gpu_the_device_is_the_cpu():
         span("gloo:all_reduce", 35, 70), span("c10d::allreduce_", 34, 36, "cpu_op"),
     ])  # fmt: skip
     assert (summary["device"], summary["operations"]) == ("cpu", 3)
+    own = {"aten::addmm": 18, "aten::mm": 10, "c10d::allreduce_": 2}  # without what they call
+    assert summary["top"] == [[name, pytest.approx(us * 1e-6), 1.0] for name, us in own.items()]
     assert [round(summary[f"{part}_s"] * 1e6) for part in PARTS] == [30, 30, 0, 40]
 
 

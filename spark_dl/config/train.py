@@ -78,8 +78,8 @@ class Train:
     """Keep the optimizer's state in the memory of the host, and take its steps there. A GPU then holds 8 bytes less for
     each parameter with Adam, and a step waits for the copies of gradients and weights."""
     compile: bool = may_change(False)
-    """Compile the model with `torch.compile`. The first steps then take longer, also those of a validation. Needs a C++
-    compiler on the executors."""
+    """Compile the model with `torch.compile`, in a mesh each block by itself: the modules of its lists and chains. The
+    first steps then take longer, also those of a validation. Needs a C++ compiler on the executors."""
     channels_last: bool = may_change(False)
     """Keep images, the tensors with 4 axes of the model and of batches, in the memory format `channels_last`, which
     convolutions in bf16 and fp16 on GPUs prefer."""

@@ -19,7 +19,7 @@ import json
 import math
 import types
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,7 +55,23 @@ def apply_layout(module: nn.Module, config: Config) -> None:
     if config.train.channels_last:
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # of tensors with 4 axes
     if config.train.compile:
-        _compile(module)
+        blocks = layers_of(module) if config.parallel.cuts_model else []
+        for name in blocks:
+            _compile_forward(module.get_submodule(name))
+        if not blocks:
+            _compile(module)
+
+
+def layers_of(model: nn.Module, prefix: str = "") -> list[str]:
+    """Returns the names of the modules with parameters in the outermost lists and chains of modules, its blocks."""
+    found: list[str] = []
+    for name, child in model.named_children():
+        is_layer = isinstance(model, (nn.ModuleList, nn.Sequential))
+        if is_layer and next(child.parameters(), None) is not None:
+            found.append(prefix + name)
+        elif not is_layer:
+            found += layers_of(child, f"{prefix}{name}.")
+    return found
 
 
 def _compile(module: nn.Module) -> None:
@@ -65,13 +81,28 @@ def _compile(module: nn.Module) -> None:
     skips the frames of its own files. This function's frame is not skipped. Its code is a copy, as torch keeps compiled
     graphs by code, at most eight: a process that trains nine models, one after another, would stop compiling.
     """
-    call = module._call_impl
+    module._compiled_call_impl = _compiled(module._call_impl)
 
+
+def _compile_forward(module: nn.Module) -> None:
+    """Compiles the forward function of a block alone, in place.
+
+    Ranks that have parts of a model gather weights in hooks, which stay as they are. So does what keeps no activations.
+    """
+    again = vars(module).get("forward")
+    if again is not None and hasattr(again, "wrap"):
+        again.wrap(_compiled)
+    else:
+        module.forward = _compiled(module.forward)  # type: ignore[method-assign]
+
+
+def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
     def call_module(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
     own = types.FunctionType(call_module.__code__.replace(), globals(), closure=call_module.__closure__)
-    module._compiled_call_impl = torch.compile(own)
+    compiled: Callable[..., Any] = torch.compile(own)
+    return compiled
 
 
 def to_device(batch: Batch, device: torch.device, config: Config) -> Batch:

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from spark_dl.parallel.modules import layers_of
+
 FULL = "full"
 
 
@@ -50,7 +52,7 @@ def recompute_activations(model: nn.Module, patterns: str | Sequence[str]) -> li
     names = [name for name, _ in model.named_modules() if name]
     chosen: list[str] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        found = _layers(model) if pattern == FULL else [name for name in names if fnmatchcase(name, pattern)]
+        found = layers_of(model) if pattern == FULL else [name for name in names if fnmatchcase(name, pattern)]
         if not found:
             shown = ", ".join(names[:20])
             raise ValueError(
@@ -63,18 +65,6 @@ def recompute_activations(model: nn.Module, patterns: str | Sequence[str]) -> li
         module = model.get_submodule(name)
         module.forward = _Again(module, module.forward)  # type: ignore[method-assign] # hooks stay around it
     return outermost
-
-
-def _layers(model: nn.Module, prefix: str = "") -> list[str]:
-    """Returns the names of the modules with parameters in the outermost lists and chains of modules."""
-    found: list[str] = []
-    for name, child in model.named_children():
-        is_layer = isinstance(model, (nn.ModuleList, nn.Sequential))
-        if is_layer and next(child.parameters(), None) is not None:
-            found.append(prefix + name)
-        elif not is_layer:
-            found += _layers(child, f"{prefix}{name}.")
-    return found
 
 
 State: TypeAlias = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -94,6 +84,10 @@ class _Again:
     def __init__(self, module: nn.Module, forward: Callable[..., Any]):
         self._module, self._forward = module, forward
         self.states: list[State] = []
+
+    def wrap(self, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replaces the function that is computed twice."""
+        self._forward = wrapper(self._forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -3,13 +3,15 @@
 import functools
 import os
 
+import cloudpickle
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from spark_dl import DDP, LocalSGD, ModelSpec, worker
+from spark_dl import DDP, LocalSGD, Mesh, ModelSpec, worker
 from spark_dl.rundir import checkpoint
+from spark_dl.rundir.checkpoint import load_weights
 from tests.builders.models import small_config
 from tests.ranks.launcher import run_ranks
 from tests.ranks.runs import make_run, train
@@ -55,6 +57,44 @@ def test_channels_last_trains_the_same(tmp_path, parallel):
     weight = checkpoint.load(other, "model.pt")["0"]["1.weight"]
     assert weight.is_contiguous(memory_format=torch.channels_last)
     assert not weight.is_contiguous()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.norm = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), nn.LayerNorm(8)
+
+    def forward(self, x):
+        return x + self.net(self.norm(x))
+
+
+BLOCKS = ModelSpec(build=lambda: nn.Sequential(nn.Linear(4, 8), *(Block() for _ in range(3)), nn.Linear(8, 3)))
+
+
+def blocks_compiled(payload):
+    counters.clear()
+    worker.main(cloudpickle.loads(payload))
+    return counters["frames"]["ok"]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("mesh", "again"), [
+    ({"zero_stage": 3}, "full"),
+    pytest.param({"zero_stage": 3}, (), marks=pytest.mark.slow),
+    pytest.param({"zero_stage": 1}, (), marks=pytest.mark.slow),
+    pytest.param({"zero_stage": 2}, ("[123]",), marks=pytest.mark.slow),
+    pytest.param({"pipeline": 2, "schedule": "1f1b"}, (), marks=pytest.mark.slow),
+    pytest.param({"pipeline": 2, "schedule": "gpipe"}, "full", marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
+def test_the_blocks_of_a_mesh_are_compiled_and_train_the_same(tmp_path, mesh, again):
+    settings = {"accumulation_steps": 2, "epochs": 1}
+    plain = train(make_run(tmp_path, config_of(2, Mesh(**mesh), **settings), spec=BLOCKS, name="plain"))
+    config = config_of(2, Mesh(**mesh), **settings, compile=True, activation_checkpointing=again)
+    run = make_run(tmp_path, config, spec=BLOCKS, name="compiled")
+    assert min(run_ranks(blocks_compiled, 2, cloudpickle.dumps(run), timeout_s=180)) >= 1
+    expected, found = load_weights(plain), load_weights(checkpoint.latest(run.run_dir))
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)
 
 
 class AsksForMode(nn.Linear):

@@ -55,8 +55,11 @@ EXCLUDES = (
     Conflict("train.precision", lambda c: _cuts(c) and c.train.precision == "fp16-mixed",
              "expected float32 or bf16-mixed with parallel.strategy='mesh', where ranks would use different loss "
              "scales, found fp16-mixed"),
-    Conflict("train.compile", lambda c: _cuts(c) and c.train.compile,
-             "not supported with parallel.strategy='mesh', which cuts the model; set it to false, or use ddp"),
+    Conflict("train.compile",
+             lambda c: c.train.compile and (_mesh(c).tensor > 1 or _mesh(c).experts > 1 or _pipes(
+                 c, "zero_bubble", "zbv", "pipedream")),
+             "expected false with tensor and expert ranks, whose layers exchange rows in the forward pass, and with "
+             "the schedules zero_bubble, zbv and pipedream, which divide the backward pass, found true"),
     *without_average(lambda c: _pipes(c, "pipedream"), "expected null with parallel.schedule='pipedream', whose stages "
                      "have weights of different steps"),
     Conflict("checkpoint.weights", lambda c: c.checkpoint.weights == "trainable",

@@ -19,14 +19,14 @@ SCHEMA = StructType([StructField("features", ArrayType(FloatType()))])
 ROWS = 103
 
 
-def scored(monkeypatch, decoders, batches, **options):
+def scored(monkeypatch, decoders, batches, device="cpu", **options):
     """The predictions of a task whose device has threads that decode."""
     monkeypatch.setattr(tables.OpenScorer, "decoders", property(lambda self: decoders))
     monkeypatch.setattr(tables, "_DECODED_BYTES", 200)  # 12 rows
     columns = (Column("features", "float32", (4,), "list"),)
     scorer = Scorer(spec=ModelSpec(build=build_mlp), config=CONFIG, columns=columns, url="", sha256="", **options)
     context = SimpleNamespace(partitionId=lambda: 7)
-    opened = tables.OpenScorer(scorer, scorer.load(), torch.device("cpu"), context)
+    opened = tables.OpenScorer(scorer, scorer.load().to(device), torch.device(device), context)
     score = tables.batch_scorer(opened, tables.trained_sources(SCHEMA, scorer))
     return [score(batch) for batch in batches]
 

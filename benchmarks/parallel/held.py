@@ -46,14 +46,14 @@ def _of_form(form: str, world: World, width: int, layers: int) -> Iterator[dict[
     batches = build_batches((width,), config)
     found = {}
     with Storages() as storages, training(build_spec(build), world, config) as trainable:
-        found["built"] = storages.by_kind(_now(storages), _kinds(trainable))
+        found["built"] = storages.by_kind(_now(storages), kinds_of(trainable))
         for _ in range(_STEPS):
             trainable.optimizer.zero_grad(set_to_none=True)
             storages.start_peak()
             trainable.forward_backward(batches, config.train.global_batch_size)
-            found["backward"] = storages.by_kind(storages.peak, _kinds(trainable))
+            found["backward"] = storages.by_kind(storages.peak, kinds_of(trainable))
             trainable.step()
-            found["stepped"] = storages.by_kind(_now(storages), _kinds(trainable))
+            found["stepped"] = storages.by_kind(_now(storages), kinds_of(trainable))
     states = held(1, STATES["adam"], stage, world.world_size).total
     for point in POINTS:
         ranks = gather_json(found[point])
@@ -69,7 +69,7 @@ def _now(storages: Storages) -> dict[int, int]:
     return storages.now()
 
 
-def _kinds(trainable: Trainable) -> Mapping[str, Sequence[Tensor]]:
+def kinds_of(trainable: Trainable) -> Mapping[str, Sequence[Tensor]]:
     (module,), optimizer = trainable.modules, trainable.optimizer
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     parameters = [*module.parameters(), *trained]

@@ -1,6 +1,7 @@
 """Measures the ways to train models that are cut or sharded, section by section, on virtual hosts of this machine.
 
     held        bytes that a rank holds at three points of a step: DDP, and the stages of ZeRO
+    activations bytes of activations, kept, and computed again
     sent        bytes that a rank sends in a step, by the counters of the interface of its host
     bubbles     pipelines of layers that sleep: bubble and throughput of each schedule, with a timeline
     pipedream   PipeDream beside GPipe with as many rows in a step
@@ -30,7 +31,7 @@ from benchmarks.parallel.plans import rank_correlation, times_best
 from benchmarks.testbed import testbed
 
 NUM_RANKS = 4
-SECTIONS = ("held", "sent", "bubbles", "pipedream", "plans", "vgg16")
+SECTIONS = ("held", "activations", "sent", "bubbles", "pipedream", "plans", "vgg16")
 _TIMEOUT_S = 600.0
 
 
@@ -112,6 +113,8 @@ def summary(results: Mapping[str, Any]) -> dict[str, Any]:
     if rows := results.get("held"):
         forms = dict.fromkeys(row["form"] for row in rows)
         found["held_bytes_per_parameter"] = {f: max(r["held"] for r in rows if r["form"] == f) for f in forms}
+    if rows := results.get("activations"):
+        found["activations"] = [{key: row[key] for key in ("form", "zero_stage", "held", "formula")} for row in rows]
     if rows := results.get("sent"):
         found["sent_per_gradient"] = {row["form"]: row["per_gradient"] for row in rows if row["of_gradients"]}
         found["sent_times_formula"] = {row["form"]: row["times_formula"] for row in rows}

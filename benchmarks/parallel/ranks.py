@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parallel import held, plans, sent, stages, vgg16
+from benchmarks.parallel import activations, held, plans, sent, stages, vgg16
 from benchmarks.parallel.training import TIMEOUT_S
 from spark_dl.config import Launch
 from spark_dl.launch.rank.rendezvous import join
 
 SECTIONS: Mapping[str, Callable[..., Any]] = {
     "held": held.measure,
+    "activations": activations.measure,
     "sent": sent.measure,
     "bubbles": stages.measure_bubbles,
     "pipedream": stages.measure_pipedream,

@@ -54,6 +54,11 @@ def answers(results: Mapping[str, Any]) -> list[str]:
     found, main = [], summary(results)
     if held := main.get("held_bytes_per_parameter"):
         found.append("Bytes held per parameter (Adam in float32, 4 ranks): " + _listed(held) + ".")
+    if rows := main.get("activations"):
+        kept, again = (next(row["held"] for row in rows if row["form"] == form) for form in ("kept", "full"))
+        found.append(
+            f"Activations that are computed again take {again / kept:.2f} of the memory of those that are kept."
+        )
     if sent := main.get("sent_per_gradient"):
         found.append("Bytes sent per rank and step, in gradients: " + _listed(sent) + ".")
     if bubbles := main.get("bubble"):
@@ -102,6 +107,20 @@ def _held(rows: Rows) -> Section:
          "exchange, and the gathered weights of ZeRO-3. A unit is a layer, which has the size of a bucket (Rajbhandari "
          "et al. 2020)."],
         [draw(figures.held(rows), height=4.6)], columns, _table(rows, columns),
+    )  # fmt: skip
+
+
+def _activations(rows: Rows) -> Section:
+    columns = [_text("form", "form"), _text("zero_stage", "ZeRO stage"),
+               *(_number(key, title, "{:.1f}".format) for key, title in (
+                   ("held", "held"), ("formula", "kept by the formula"), ("most", "with gradients of a block"),
+               ))]  # fmt: skip
+    return Section(
+        "Activations of a rank",
+        ["At most, in the passes of a step, in multiples of one activation of the width of the model, for each row: "
+         "with all activations kept, and with blocks that compute them again (Chen et al. 2016). With ZeRO-3, the "
+         "gathered weights of a block count, too."],
+        [], columns, _table(rows, columns),
     )  # fmt: skip
 
 
@@ -197,6 +216,7 @@ def _mib(value: float) -> str:
 
 
 _SECTIONS: Mapping[str, Callable[[Rows], Section]] = {
-    "held": _held, "sent": _sent, "bubbles": _bubbles, "pipedream": _pipedream, "plans": _plans,
+    "held": _held, "activations": _activations, "sent": _sent, "bubbles": _bubbles, "pipedream": _pipedream,
+    "plans": _plans,
     "vgg16": _vgg16,
 }  # fmt: skip

@@ -47,6 +47,10 @@ def sent(form, of_gradients):
 RESULTS = {
     "about": {"date": "2026-01-02", "network": "4 hosts", "machine": "2 cores", "repeats": 3},
     "held": [held("ddp", point, other) for point, other in (("built", 0.0), ("backward", 0.2), ("stepped", 0.0))],
+    "activations": [
+        {"form": form, "zero_stage": 0, "held": held, "formula": formula, "most": formula + 8}
+        for form, held, formula in (("kept", 150.0, 144), ("full", 30.0, 24))
+    ],
     "sent": [sent("ddp", True), sent("pipeline", False)],
     "bubbles": [schedule("gpipe", 4, 0.45), schedule("interleaved", 8, 0.2), schedule("zbv", 8, 0.09)],
     "pipedream": [
@@ -87,7 +91,7 @@ def test_the_page_shows_all_sections_and_links_to_the_other_report(tmp_path):
     page = path.read_text()
     assert json.loads(path.with_suffix(".json").read_text())["left_out"] == RESULTS["left_out"]
     assert '<a href="../exchange/report.html">' in page
-    assert page.count("<h2>") == 9  # six sections, published figures, left out, how it was measured
+    assert page.count("<h2>") == 10  # seven sections, published figures, left out, how it was measured
     assert page.count("<svg") == 5 + 1 + 2 + 2 + 3  # a figure for each of five, and timelines
     assert "54 of 54 &lt;cells&gt;" in page
     assert "plans: &lt;why&gt;" in page

@@ -126,13 +126,19 @@ class CombinedOptimizer(Optimizer):
             optimizer.step()
 
 
+_MASTER = "master"
+"""The copy of a weight in the state of `MasterWeights`."""
+_HALF = (torch.bfloat16, torch.float16)
+
+
 class MasterWeights(Optimizer):
-    """An optimizer that steps copies of the weights in float32, and writes what they become back to the model.
+    """An optimizer that steps copies of the weights, in float32 if these are in half precision, and writes what they
+    become back to the model.
 
     Steps of weights in bfloat16 would be lost where they are smaller than half of its last digit (Micikevicius et al.
     2018, section 3.1). The copies and the optimizer's state can be in the memory of the host, where the step is then
-    taken (Ren et al. 2021, ZeRO-Offload). Its groups are those of the optimizer. The copies are a part of its state,
-    "master", unless the weights are float32 themselves. `train.precision: bf16` and `train.offload_optimizer` use it.
+    taken (Ren et al. 2021, ZeRO-Offload). Its groups are those of the optimizer. Copies in another precision
+    than the weights are a part of its state, "master". `train.precision: bf16` and `train.offload_optimizer` use it.
 
     Args:
         optimizer: an optimizer of the model's parameters.
@@ -174,9 +180,10 @@ class MasterWeights(Optimizer):
         self.optimizer.__setstate__({})  # which adds settings that a checkpoint of an older torch does not have
 
     def _placed(self, parameter: Tensor, key: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point() or key == "step":
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()) or key == "step":
             return value
-        return value.detach().to(self._device or parameter.device, torch.float32, copy=True)
+        dtype = torch.float32 if value.dtype in _HALF else value.dtype
+        return value.detach().to(self._device or parameter.device, dtype, copy=True)
 
     def _master_of(self, parameter: Tensor) -> nn.Parameter:
         """Returns the copy of a parameter; a new one if something else than a step has written the parameter."""
@@ -194,7 +201,7 @@ class MasterWeights(Optimizer):
         pairs = [(p, self._master_of(p)) for p in trained_by(self) if p.grad is not None]
         for parameter, master in pairs:
             assert parameter.grad is not None
-            master.grad = parameter.grad.to(master.device, torch.float32)
+            master.grad = parameter.grad.to(master.device, master.dtype)
         of = dict(pairs)
         groups = [{**group, "params": [of[p] for p in group["params"] if p in of]} for group in self.param_groups]
         state: defaultdict[Tensor, Any] = defaultdict(dict)
@@ -217,7 +224,7 @@ class MasterWeights(Optimizer):
         state = super().state_dict()
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         for number, parameter in zip(numbers, trained_by(self), strict=True):
-            if parameter.dtype != torch.float32 and parameter in self._masters:
+            if parameter.dtype in _HALF and parameter in self._masters:
                 master = self._masters[parameter][0].detach()
                 state["state"][number] = {**state["state"].get(number, {}), _MASTER: master}
         return state
@@ -236,9 +243,6 @@ class MasterWeights(Optimizer):
                 self.state[parameter].pop(_MASTER, None)
             if _MASTER in placed:
                 self._masters[parameter] = nn.Parameter(placed[_MASTER]), parameter._version
-
-
-_MASTER = "master"
 
 
 def parts_of(optimizer: Optimizer) -> list[Optimizer]:

@@ -26,26 +26,28 @@ class InBfloat16:
 
 
 def to_bfloat16(model: nn.Module) -> None:
-    """Casts the weights of a model to bfloat16, in place, and what it gets and returns as the model is called.
+    """Casts the weights of a model to bfloat16, in place. Modules with weights cast what they get as they are called.
 
-    Modules with a floating point buffer of their own, such as the statistics of BatchNorm, stay in float32: a running
-    mean in bfloat16 stands still, as its updates are too small.
+    Modules with a floating point buffer of their own stay in float32, such as BatchNorm: a running mean in bfloat16
+    stands still, as its updates are too small. The model returns float32 tensors.
     """
     for module in model.modules():
         if any(buffer.is_floating_point() for buffer in module.buffers(recurse=False)):
             module.register_forward_pre_hook(_cast_inputs(torch.float32), with_kwargs=True)
-            module.register_forward_hook(_cast_outputs(torch.bfloat16))
+            if module is not model:
+                module.register_forward_hook(_cast_outputs(torch.bfloat16))
             continue
         for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(torch.bfloat16)
-    model.register_forward_pre_hook(_cast_inputs(torch.bfloat16), with_kwargs=True)
+        if module is model or next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_pre_hook(_cast_inputs(torch.bfloat16), with_kwargs=True)
     model.register_forward_hook(_cast_outputs(torch.float32))
 
 
 def _cast_inputs(dtype: torch.dtype) -> Callable[..., Any]:
     def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _cast((args, kwargs), dtype)
+        return _cast(args, dtype), _cast(kwargs, dtype) if kwargs else kwargs
 
     return hook
 
@@ -59,9 +61,8 @@ def _cast_outputs(dtype: torch.dtype) -> Callable[..., Any]:
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
     """Casts the tensors of float32 and bfloat16 in nested values."""
-
-    def cast(value: Any) -> Any:
-        is_one = isinstance(value, Tensor) and value.dtype in (torch.float32, torch.bfloat16)
-        return value.to(dtype) if is_one else value
-
-    return _pytree.tree_map(cast, values)
+    if isinstance(values, Tensor):
+        return values.to(dtype) if values.dtype in (torch.float32, torch.bfloat16) else values
+    if type(values) is tuple and len(values) == 1:  # the argument of most modules
+        return (_cast(values[0], dtype),)
+    return _pytree.tree_map(lambda value: _cast(value, dtype) if isinstance(value, Tensor) else value, values)

@@ -8,6 +8,7 @@ from torch import nn
 
 from spark_dl import CombinedOptimizer, MasterWeights, ModelSpec, Optimization
 from spark_dl.config.checks import SettingError
+from spark_dl.parallel.low_precision import to_bfloat16
 from spark_dl.rundir import checkpoint
 from spark_dl.rundir.checkpoint import load_weights
 from spark_dl.rundir.metrics import read_metrics
@@ -28,7 +29,7 @@ class Net(nn.Module):
         self.tied.weight = self.again.weight
 
     def forward(self, x):
-        assert x.dtype == self.first.weight.dtype
+        assert x.dtype == self.first.weight.dtype  # the model itself casts, too
         return self.last(self.tied(self.plain(self.again(self.norm(self.first(x).relu())))))
 
 
@@ -150,6 +151,52 @@ def test_the_losses_are_those_of_a_plain_loop_in_bfloat16(tmp_path):
     group_rows = tuple(n for s in run.train.shards for n in s.row_groups)
     expected, _ = reference(blobs(245), run.config, group_rows, Plain)
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=2e-3, atol=1e-4)
+
+
+class Positions(nn.Module):
+    """A model with positions in a buffer, and tokens, and parts that are called by themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("positions", torch.randn(3, 8))
+        self.register_parameter("start", nn.Parameter(torch.randn(8)))
+        self.embed = nn.Embedding(5, 8)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 2)
+
+    def encode(self, tokens, *, scale):
+        return self.encoder(self.embed(tokens) * scale + self.positions + self.start)
+
+    def forward(self, tokens, *, scale):
+        return {"scores": self.head(self.encode(tokens, scale=scale).mean(1)), "tokens": tokens}
+
+
+def test_a_model_with_buffers_takes_and_returns_what_it_did_before():
+    torch.manual_seed(0)
+    model = Positions()
+    tokens, scale = torch.randint(0, 5, (4, 3)), torch.tensor(0.5)
+    expected = model(tokens, scale=scale)["scores"]
+    to_bfloat16(model)
+    found = model(tokens, scale=scale)
+    assert found["scores"].dtype == torch.float32
+    assert found["tokens"] is tokens
+    torch.testing.assert_close(found["scores"], expected, rtol=0.05, atol=0.05)
+    assert model.head(model.encode(tokens, scale=scale).mean(1)).dtype == torch.bfloat16
+    assert model.positions.dtype == model.start.dtype == torch.float32
+    assert {p.dtype for p in model.encoder.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_copies_of_whole_precision_keep_it(dtype):
+    weights = [nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2)]
+    plain = torch.optim.Adam([weights[0]], lr=0.3)
+    master = MasterWeights(torch.optim.Adam([weights[1]], lr=0.3), "cpu")
+    for step in range(3):
+        for weight, optimizer in zip(weights, (plain, master), strict=True):
+            weight.grad = torch.full_like(weight.detach(), 0.1 * step + 1 / 3)
+            optimizer.step()
+    assert torch.equal(weights[0], weights[1])
+    assert "master" not in master.state_dict()["state"][0]
 
 
 def test_weights_that_were_written_between_steps_are_stepped():

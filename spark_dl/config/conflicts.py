@@ -151,8 +151,9 @@ CONFLICTS = (
     Conflict("train.activation_checkpointing", lambda c: bool(c.train.activation_checkpointing) and c.parallel.by_spark,
              "expected none with parallel.strategy={c.parallel.strategy!r}, which compares exchanges, found "
              "{c.train.activation_checkpointing}; use ddp"),
-    Conflict("train.precision", lambda c: c.train.precision == "bf16" and not c.parallel.has_master_weights,
-             "expected float32 or bf16-mixed with another strategy than ddp and single, found bf16"),
+    Conflict("train.precision", lambda c: c.train.precision == "bf16" and not c.parallel.takes_bf16,
+             "expected float32 or bf16-mixed with another strategy than ddp, single, and mesh with zero_stage 3 and "
+             "without a pipeline, tensor and expert ranks, found bf16"),
     Conflict("train.offload_optimizer", lambda c: c.train.offload_optimizer and not c.parallel.has_master_weights,
              "expected false with another strategy than ddp and single; zero_stage 1 of mesh divides the state among "
              "the ranks"),

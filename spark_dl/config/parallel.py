@@ -46,6 +46,11 @@ class Parallel:
     """Settings of other sections that the strategy does not support, beyond those in `conflicts.CONFLICTS`."""
 
     @property
+    def takes_bf16(self) -> bool:
+        """Whether the model can compute with weights in bfloat16 (`train.precision: bf16`)."""
+        return self.has_master_weights
+
+    @property
     def servers(self) -> int:
         """Number of ranks that hold weights and do not train."""
         return 0

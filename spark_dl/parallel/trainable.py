@@ -213,7 +213,7 @@ def build_optimization(spec: ModelSpec, model: nn.Module, config: Config, world_
         check_parameters(optimization.optimizer, model)
         scale_rates(optimization.optimizer, optimization.scheduler, lr_factor(config, world_size))
     train = config.train
-    if train.precision == "bf16" or train.offload_optimizer:
+    if config.parallel.has_master_weights and (train.precision == "bf16" or train.offload_optimizer):
         if isinstance(optimization.optimizer, MasterWeights):
             return optimization
         master = MasterWeights(optimization.optimizer, "cpu" if train.offload_optimizer else None)

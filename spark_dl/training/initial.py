@@ -118,7 +118,7 @@ def for_rank(run: Run) -> Run:
         if run.train.columns and isinstance(source, Saved):
             check_reference_columns(run.train.select(run.config.data.columns), source.columns)
         build = InitialWeights(build, source)
-    if run.config.train.precision == "bf16":
+    if run.config.train.precision == "bf16" and run.config.parallel.has_master_weights:
         from spark_dl.parallel.low_precision import InBfloat16  # which most runs need not load
 
         build = InBfloat16(build)

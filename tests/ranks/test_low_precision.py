@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from spark_dl import CombinedOptimizer, MasterWeights, ModelSpec, Optimization
 from spark_dl.config.checks import SettingError
@@ -15,6 +16,7 @@ from spark_dl.rundir.metrics import read_metrics
 from tests.builders.models import blobs, small_config
 from tests.builders.reference import reference
 from tests.builders.settings import parallel
+from tests.ranks.launcher import RankFailed
 from tests.ranks.runs import assert_same_to_the_bit, cut_at, make_run, resume, train
 
 
@@ -120,9 +122,41 @@ def test_the_number_of_ranks_and_micro_batches_changes_roundings_alone(tmp_path)
             torch.testing.assert_close(other[name], value, rtol=0.02, atol=0.02)
 
 
+class Low(nn.Linear):
+    def forward(self, x):
+        # The first step is compared with that of the whole model, in float32.
+        assert x.dtype == self.weight.dtype == (torch.bfloat16 if isinstance(self, FSDPModule) else torch.float32)
+        return super().forward(x)
+
+
+def build_linears():
+    return nn.Sequential(Low(4, 8), nn.BatchNorm1d(8), nn.ReLU(), Low(8, 8), nn.LayerNorm(8), Low(8, 3))
+
+
+def test_zero_3_gathers_weights_in_bfloat16_and_keeps_its_shards_in_float32(tmp_path):
+    more = {"optimizer": "AdamW", "lr": 0.01, "precision": "bf16", "accumulation_steps": 2, "ema_decay": 0.9}
+    spec = ModelSpec(build=build_linears)
+    whole = run_of(tmp_path, "whole", spec, settings={"parallel": parallel("mesh", zero_stage=3)}, **more)
+    found = load_weights(train(whole))
+    assert {value.dtype for value in found.values() if value.is_floating_point()} == {torch.float32}
+    expected = load_weights(train(run_of(tmp_path, "plain", spec, **{**more, "precision": "float32"})))
+    for name, value in expected.items():
+        if name != "0.bias":  # before BatchNorm: its gradient is rounding alone, which Adam scales up
+            torch.testing.assert_close(found[name], value, rtol=0.05, atol=0.05)
+    cut = dataclasses.replace(whole, run_dir=str(tmp_path / "cut"), config=cut_at(whole.config, 5))
+    again = load_weights(resume(cut, train(cut), whole.config))
+    assert all(torch.equal(value, again[name]) for name, value in found.items())
+
+
+def test_one_rank_of_zero_3_has_nothing_to_gather(tmp_path):
+    run = run_of(tmp_path, "run", num_ranks=1, precision="bf16", settings={"parallel": parallel("mesh", zero_stage=3)})
+    with pytest.raises(RankFailed, match="expected float32 or bf16-mixed with one data rank in a mesh; use single"):
+        train(run)
+
+
 def test_another_strategy_is_an_error():
     for more in ({"precision": "bf16"}, {"offload_optimizer": True}):
-        with pytest.raises(SettingError, match="with another strategy than ddp and single"):
+        with pytest.raises(SettingError, match="with another strategy than ddp"):
             small_config(2, train=more, parallel=parallel("mesh", zero_stage=1))
 
 

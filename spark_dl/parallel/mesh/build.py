@@ -130,6 +130,8 @@ def build_part(
     _broadcast(model, groups, experts)
     connect_experts(model, layers, groups, clock)
     inside = None
+    if config.train.precision == "bf16" and groups.shards is None:  # there is nothing to gather in bfloat16
+        raise ValueError("train.precision: expected float32 or bf16-mixed with one data rank in a mesh; use single")
     if settings.zero_stage == 3 and groups.shards is not None:
         assert mesh is not None
         axes = ("replicas", "shards") if groups.replicas is not None else ("shards",)
@@ -139,7 +141,8 @@ def build_part(
         check_hooks(model, {name for name, _ in model.named_parameters()}, "parallel.zero_stage=3")
         check_shardable(model)
         # A pipeline calls the layers, and never the model.
-        inside = shard_fully(model, units, mesh[axes], with_rest=pipeline is None)
+        in_bf16 = config.train.precision == "bf16"
+        inside = shard_fully(model, units, mesh[axes], with_rest=pipeline is None, in_bf16=in_bf16)
         set_marks(model, marks)
     replace_parameters(optimization.optimizer, names, model)
     return Part(model, optimization, layouts, experts, pipeline, model_bytes, inside)

@@ -12,6 +12,7 @@ arXiv:2304.11277).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from spark_dl.parallel.async_collectives import gather_parts, start_reduce_scatter, start_sum
@@ -398,7 +399,7 @@ class _ReduceScatter:
 
 
 def shard_fully(
-    model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, *, with_rest: bool = True
+    model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, *, with_rest: bool = True, in_bf16: bool = False
 ) -> Inside | None:
     """Replaces the parameters of a model by their shards. Collective.
 
@@ -411,12 +412,16 @@ def shard_fully(
         units: modules of the model that are called as modules. Those that share parameters are gathered together.
         with_rest: whether the model is called as a whole, so that its other parameters are sharded, too.
         mesh: of the axis `shards`, or of `replicas` and `shards`.
+        in_bf16: whether weights are gathered, and computed with, in bfloat16. The shards stay in float32, and so do the
+            sums of gradients, and units with a floating point buffer, such as the statistics of BatchNorm.
     """
     for together in _with_shared_parameters([unit for unit in units if next(unit.parameters(), None) is not None]):
-        fully_shard(together if len(together) > 1 else together[0], mesh=mesh)
+        policy = _policy(together) if in_bf16 else MixedPrecisionPolicy()
+        fully_shard(together if len(together) > 1 else together[0], mesh=mesh, mp_policy=policy)
     inside = Inside(model) if with_rest else None
     if inside is not None:
-        fully_shard(inside, mesh=mesh)
+        whole = dataclasses.replace(_policy([]), output_dtype=torch.float32) if in_bf16 else MixedPrecisionPolicy()
+        fully_shard(inside, mesh=mesh, mp_policy=whole)
     uses_gloo = dist.get_backend(mesh.get_group("shards")) == "gloo"
     for module in (inside or model).modules():
         if isinstance(module, FSDPModule):
@@ -426,6 +431,13 @@ def shard_fully(
             if uses_gloo:
                 module.set_custom_reduce_scatter(_ReduceScatter())  # type: ignore[arg-type]
     return inside
+
+
+def _policy(unit: Sequence[nn.Module]) -> MixedPrecisionPolicy:
+    """Returns the precision of the modules of a unit."""
+    has_buffers = any(buffer.is_floating_point() for module in unit for buffer in module.buffers())
+    own, output = (torch.float32, torch.bfloat16) if has_buffers else (torch.bfloat16, None)
+    return MixedPrecisionPolicy(param_dtype=own, reduce_dtype=torch.float32, output_dtype=output)
 
 
 def default_units(model: nn.Module) -> list[nn.Module]:

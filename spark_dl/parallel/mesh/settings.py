@@ -240,6 +240,10 @@ class Mesh(Parallel):
         """Number of ranks that together have one copy of the model."""
         return self.pipeline * self.tensor
 
+    @property
+    def takes_bf16(self) -> bool:
+        return self.zero_stage == 3 and self.model == 1 and self.experts == 1
+
     def dims(self, num_ranks: int) -> Dims:
         """Returns the mesh of a number of ranks. Raises ValueError if the sizes do not divide it."""
         return mesh_of(

@@ -86,7 +86,9 @@ def test_the_settings_of_a_pipeline_track_a_fit_too(points, tmp_path):
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     assert [scalar.step for scalar in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
-    assert sorted(os.listdir(run / "profile")) == [f"rank-{rank}.pt.trace.json.gz" for rank in range(2)]
+    assert sorted(os.listdir(run / "profile")) == [
+        f"rank-{rank}.{end}" for rank in range(2) for end in ("pt.trace.json.gz", "summary.json")
+    ]
 
 
 @pytest.fixture(scope="module")

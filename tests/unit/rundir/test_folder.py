@@ -46,6 +46,7 @@ def a_run(run_dir):
     for name in (
         "tensorboard/events.out.tfevents.1.host.1.0.spark_dl",
         "profile/rank-1.pt.trace.json.gz",
+        "profile/rank-1.summary.json",
         "mlflow.json",
     ):
         (run_dir / name).parent.mkdir(exist_ok=True)

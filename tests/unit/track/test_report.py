@@ -1,6 +1,7 @@
 """The page of a run: what it says is what stands in the run folder, whatever state the run is in."""
 
 import importlib.util
+import json
 import re
 import socket
 from html.parser import HTMLParser
@@ -278,3 +279,21 @@ def test_without_its_packages_the_error_says_what_to_install(tmp_path, monkeypat
 
 def test_the_function_is_no_module():
     assert callable(spark_dl.report)
+
+
+def test_the_page_says_why_the_device_was_idle(tmp_path, caplog):
+    run = make_run(tmp_path / "run")
+    assert "Profile" not in seen(run)
+    (run / "profile").mkdir()
+    about = {"steps": 5, "device": "gpu", "step_s": 0.02, "compute_s": 0.012, "communication_s": 0.002, "data_s": 0.005,
+             "host_s": 0.001, "operations": 321.4, "top": [[EVIL, 0.008, 2.0]]}  # fmt: skip
+    (run / "profile" / "rank-10.summary.json").write_text(json.dumps(about))
+    (run / "profile" / "rank-2.summary.json").write_text(json.dumps({**about, "device": "cpu"}))
+    (run / "profile" / "rank-3.summary.json").write_text("{")
+    text = seen(run)
+    why = "computes nothing for 40 % of it: wait for data 25 %, communication 10 %, the host 5 %."
+    assert f"A step of rank 10 takes 20 ms and has 321 kernels. The GPU {why}" in text
+    assert text.index(f"A step of rank 2 takes 20 ms and has 321 operations. The CPU {why}") < text.index("of rank 10")
+    assert "What takes longest on rank 10" in text
+    assert EVIL in text
+    assert "rank-3.summary.json is left out of the report" in caplog.text

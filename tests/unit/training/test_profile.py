@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from spark_dl import worker
+from spark_dl.training.profile_summary import PARTS
 from spark_dl.training.step_times import build_profile
 from tests.builders.models import small_config
 from tests.ranks.runs import make_run
@@ -38,6 +39,11 @@ def test_the_steps_are_in_the_trace_with_what_torch_did_in_them(tmp_path):
         ((start, end),) = found[f"step {step}"]
         for name in ("aten::addmm", "Optimizer.step#SGD.step"):
             assert any(start <= a <= b <= end for a, b in found[name]), (step, name)
+    with open(f"{run.run_dir}/profile/rank-0.summary.json") as file:
+        summary = json.load(file)
+    assert (summary["steps"], summary["device"]) == (4, "cpu")
+    assert sum(summary[f"{part}_s"] for part in PARTS) == pytest.approx(summary["step_s"])
+    assert summary["compute_s"] > 0
     assert {"ProfilerStep#1", "ProfilerStep#4"} <= found.keys(), "TensorBoard's plugin finds the steps by these names"
 
 

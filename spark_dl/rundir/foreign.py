@@ -6,6 +6,7 @@ its own classes. Every file is read with its checksum, so that all ranks begin w
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import io
 import json
@@ -154,11 +155,18 @@ def _read_safetensors(path: str, data: bytes) -> dict[str, Tensor]:
         raise ValueError(f"{path} is damaged: {error}") from None
 
 
+def _member(kind: Any, name: str) -> Any:
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return kind[name]
+    raise pickle.UnpicklingError(f"found an attribute {name!r}, which is no member of an enumeration")
+
+
 class _OnlyMetadata(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if name in _OF_DCP.get(module, ()) or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
+        if (module, name) == ("builtins", "getattr"):  # of members of enumerations, from Python 3.11.0 to 3.11.3
+            return _member
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _OF_DCP.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"found {module}.{name}, which is no class of a checkpoint's metadata")
 

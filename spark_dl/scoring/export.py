@@ -147,6 +147,9 @@ def _published(url: str, *, is_folder: bool) -> Iterator[Path]:
         except BaseException:
             for there in written:
                 storage.delete_file(there)
+            if is_folder and storage.is_local(target):
+                with contextlib.suppress(OSError):  # it has files of others, or is not there
+                    os.rmdir(storage.resolve(target)[1])
             raise
 
 

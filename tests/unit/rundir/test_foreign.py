@@ -1,5 +1,6 @@
 """Weights in formats of other programs: those that `export` writes, those that others write, and what is refused."""
 
+import enum
 import json
 import os
 import pickle
@@ -112,6 +113,31 @@ def test_a_distributed_checkpoint_without_one_state_dict_is_refused(tmp_path, co
         begun(tmp_path / "dcp")
 
 
+class _OldPickler(pickle.Pickler):
+    """Names members of enumerations as Python 3.11.0 to 3.11.3 does."""
+
+    def reducer_override(self, obj):
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
+
+
+def test_metadata_of_other_versions_of_python_is_read(tmp_path):
+    state = Tied().state_dict()
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    path = tmp_path / "dcp" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    with path.open("wb") as file:
+        _OldPickler(file).dump(metadata)
+    assert b"getattr" in path.read_bytes()
+    assert same_bits(begun(tmp_path / "dcp").state_dict(), state)
+
+
+class _Attribute:
+    """Asks for an attribute of a class that may be named."""
+
+    def __reduce__(self):
+        return (getattr, (torch.Size, "__init__"))
+
+
 class _Writes:
     def __init__(self, path):
         self.path = str(path)
@@ -123,7 +149,7 @@ class _Writes:
 @pytest.mark.parametrize("content", [
     lambda path: pickle.dumps(_Writes(path)),
     lambda path: pickle.dumps(SimpleNamespace(storage_data={}, state_dict_metadata={})),
-    lambda path: pickle.dumps({"a": torch.float32}),
+    lambda path: pickle.dumps({"a": torch.float32}), lambda path: pickle.dumps(_Attribute()),
     lambda path: b"\x80",
     lambda path: b"",
 ])  # fmt: skip

@@ -128,6 +128,8 @@ class CombinedOptimizer(Optimizer):
 
 _MASTER = "master"
 """The copy of a weight in the state of `MasterWeights`."""
+_ROUNDS = "rounds"
+"""Number of roundings of a weight so far, in the state of `MasterWeights`."""
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -143,6 +145,9 @@ class MasterWeights(Optimizer):
     Args:
         optimizer: an optimizer of the model's parameters.
         device: where the copies and the state are; where the parameters are, if it is None.
+        stochastic: whether no copies are kept: a step of weights in bfloat16 is computed in float32, and what it gives
+            is rounded up or down at random, with the probabilities that make its mean exact (Gupta et al. 2015, Deep
+            Learning with Limited Numerical Precision). It takes 4 bytes less for each parameter. All ranks round alike.
 
     Raises:
         ValueError: For something else than an optimizer that takes one gradient per step.
@@ -153,7 +158,9 @@ class MasterWeights(Optimizer):
         >>> spark_dl.ModelSpec(build=lambda: torch.nn.Linear(2, 2).bfloat16(), optimizer=build_optimizer)
     """
 
-    def __init__(self, optimizer: Optimizer, device: torch.device | str | None = None):
+    def __init__(
+        self, optimizer: Optimizer, device: torch.device | str | None = None, *, stochastic: bool = False
+    ):  # fmt: skip
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LBFGS | MasterWeights):
             raise ValueError(
                 "MasterWeights: expected an optimizer of torch.optim that takes one gradient per step, found "
@@ -161,6 +168,7 @@ class MasterWeights(Optimizer):
             )
         self.optimizer = optimizer
         self._device = None if device is None else torch.device(device)
+        self._stochastic = stochastic
         self._masters: dict[Tensor, tuple[nn.Parameter, int]] = {}
         """The copy of each parameter, and the version of the parameter that has it."""
         super().__init__(optimizer.param_groups, {})
@@ -205,16 +213,22 @@ class MasterWeights(Optimizer):
         of = dict(pairs)
         groups = [{**group, "params": [of[p] for p in group["params"] if p in of]} for group in self.param_groups]
         state: defaultdict[Tensor, Any] = defaultdict(dict)
+        rounds = {p: self.state[p].pop(_ROUNDS, 0) for p, _ in pairs if p in self.state}
         state.update({master: self.state[parameter] for parameter, master in pairs if parameter in self.state})
         self._give(groups, state)
         try:
             self.optimizer.step()
         finally:
-            for parameter, master in pairs:
-                parameter.copy_(master)
+            for i, (parameter, master) in enumerate(pairs):
                 master.grad = None
                 self.state[parameter] = state[master]
-                self._masters[parameter] = master, parameter._version
+                if self._stochastic and parameter.dtype == torch.bfloat16:
+                    done = int(rounds.get(parameter, 0))
+                    parameter.copy_(_rounded(master, seed=done * 1_000_003 + i))
+                    self.state[parameter][_ROUNDS] = torch.tensor(done + 1)
+                else:
+                    parameter.copy_(master)
+                    self._masters[parameter] = master, parameter._version
             for group, stepped in zip(self.param_groups, groups, strict=True):
                 group.update({**stepped, "params": group["params"]})
             self._give(self.param_groups, self.state)
@@ -243,6 +257,14 @@ class MasterWeights(Optimizer):
                 self.state[parameter].pop(_MASTER, None)
             if _MASTER in placed:
                 self._masters[parameter] = nn.Parameter(placed[_MASTER]), parameter._version
+
+
+def _rounded(values: Tensor, *, seed: int) -> Tensor:
+    """Returns float32 values with the digits of bfloat16, rounded up or down at random."""
+    generator = torch.Generator(values.device).manual_seed(seed)
+    noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
+    bits = (values.detach().contiguous().view(torch.int32) + noise) & -(1 << 16)
+    return torch.where(values.isfinite(), bits.view(torch.float32), values)
 
 
 def parts_of(optimizer: Optimizer) -> list[Optimizer]:

@@ -154,6 +154,9 @@ CONFLICTS = (
     Conflict("train.precision", lambda c: c.train.precision == "bf16" and not c.parallel.takes_bf16,
              "expected float32 or bf16-mixed with another strategy than ddp, single, and mesh with zero_stage 3 and "
              "without a pipeline, tensor and expert ranks, found bf16"),
+    Conflict("train.stochastic_rounding",
+             lambda c: c.train.stochastic_rounding and not c.parallel.has_master_weights,
+             "expected false with another strategy than ddp and single: the shards of a mesh are float32"),
     Conflict("train.offload_optimizer", lambda c: c.train.offload_optimizer and not c.parallel.has_master_weights,
              "expected false with another strategy than ddp and single; zero_stage 1 of mesh divides the state among "
              "the ranks"),

@@ -74,6 +74,9 @@ class Train:
     float32. With `bf16` the weights and gradients are in bfloat16, too, which takes half of their memory and of the
     bytes of an exchange; the optimizer steps copies of the weights in float32, and modules with statistics, such as
     BatchNorm, stay in float32."""
+    stochastic_rounding: bool = False
+    """With `precision: bf16`: keep no copies of the weights in float32, which take 4 bytes for each parameter; each
+    step is rounded up or down at random, so that small ones are not lost in the mean."""
     offload_optimizer: bool = may_change(False)
     """Keep the optimizer's state in the memory of the host, and take its steps there. A GPU then holds 8 bytes less for
     each parameter with Adam, and a step waits for the copies of gradients and weights."""
@@ -175,6 +178,9 @@ class Train:
             self._check_fold()
         check_number(self, "early_stop_min_delta", 0)
         check_bool(self, "compile", "channels_last", "check_batch_loss", "deterministic", "offload_optimizer")
+        check_bool(self, "stochastic_rounding")
+        fits = not self.stochastic_rounding or self.precision == "bf16"
+        check(fits, "train.stochastic_rounding", "false without train.precision bf16", self.stochastic_rounding)
         check_choices(self)
         _check_optimizer("train.optimizer", self.optimizer)
         check(isinstance(self.param_groups, tuple | list), "train.param_groups", "a list of groups", self.param_groups)

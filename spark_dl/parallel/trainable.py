@@ -216,7 +216,8 @@ def build_optimization(spec: ModelSpec, model: nn.Module, config: Config, world_
     if config.parallel.has_master_weights and (train.precision == "bf16" or train.offload_optimizer):
         if isinstance(optimization.optimizer, MasterWeights):
             return optimization
-        master = MasterWeights(optimization.optimizer, "cpu" if train.offload_optimizer else None)
+        device = "cpu" if train.offload_optimizer else None
+        master = MasterWeights(optimization.optimizer, device, stochastic=train.stochastic_rounding)
         return replace(optimization, optimizer=master)
     return optimization
 

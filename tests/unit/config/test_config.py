@@ -174,6 +174,7 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
     (Train, "train.channels_last", [0, 1, "true", None]),
     (Train, "train.deterministic", [0, 1, "true", None]),
     (Train, "train.offload_optimizer", [0, 1, "true", None]),
+    (Train, "train.stochastic_rounding", [0, 1, "true", None, True]),
     (Train, "train.validation_fold", [-1, 1.0, "0", True], [{"validation_fraction": 0.2, "validation_fold": 5}]),
     (
         Train,
@@ -230,6 +231,7 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
     (Mesh, "parallel.pipeline", [0, -1, 2.0, True, None]),
     (Mesh, "parallel.tensor", [0, -1, 2.0, True, None]),
     (Mesh, "parallel.experts", [0, -1, 2.0, True, None]),
+    (Mesh, "parallel.context", [0, -1, 2.0, True, None]),
     (Mesh, "parallel.zero_stage", [-1, 4, "1", None]),
     (Mesh, "parallel.find_unused_parameters", [0, 1, "true", None]),
     (Mesh, "parallel.check_first_step_mib", [-1, 2.5, True, "256", None]),

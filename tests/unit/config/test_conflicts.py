@@ -62,6 +62,7 @@ EXCLUSIVE = [  # the key that the error names, and settings of which each is val
     ("train.random_by", {"random_by": "row"}, {"parallel": DPSingleProcess()}),
     ("train.channels_last", {"parallel": ShuffleReduce()}, {"channels_last": True}),
     ("train.precision", {"parallel": LocalSGD()}, {"precision": "bf16"}),
+    ("train.stochastic_rounding", {"parallel": Mesh(zero_stage=3)}, {"precision": "bf16", "stochastic_rounding": True}),
     ("train.offload_optimizer", {"parallel": LocalSGD()}, {"offload_optimizer": True}),
     ("train.deterministic", {"parallel": ShuffleReduce()}, {"deterministic": True}),
     ("train.channels_last", SERVED, {"channels_last": True}),

@@ -71,6 +71,10 @@ CONFLICTS = (
     FunctionConflict("train.compile", lambda s, c: s.batch_loss is not None and c.train.compile,
                      "not supported with spec.batch_loss (a LightningModule: training_step), which calls the parts of "
                      "the model itself; compile them in spec.build"),
+    FunctionConflict("parallel.context", lambda s, c: getattr(c.parallel, "context", 1) > 1 and (
+                         _by_batch(s) or s.embed is not None),
+                     "expected 1 with spec.batch_loss, spec.evaluation (a LightningModule) and spec.embed, which need "
+                     "whole rows, found {c.parallel.context}; use spec.loss, with labels that are shifted already"),
     FunctionConflict("parallel.experts", lambda s, c: s.evaluation is not None and _divides_experts(c),
                      "expected 1 with spec.evaluation (a LightningModule: validation_step), found "
                      "{c.parallel.experts}: ranks evaluate different numbers of batches, and cannot exchange tokens"),

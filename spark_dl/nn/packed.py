@@ -1,8 +1,11 @@
-"""Packs: rows with several texts, one after another, that must not see each other (`spark_dl.pack_rows`)."""
+"""Packs: rows with several texts, one after another, that must not see each other (`spark_dl.pack_rows`); and rows of
+which each rank has a slice (`parallel.context`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -79,3 +82,27 @@ def _as_taken(mask: Tensor, model: nn.Module) -> Tensor:
             "build the model with attn_implementation='sdpa', or leave out pack_rows"
         )
     return mask
+
+
+_offset: contextvars.ContextVar[int] = contextvars.ContextVar("spark_dl_position_offset", default=0)
+
+
+def position_offset() -> int:
+    """Returns the position in its row of the first value that this rank computes: 0 without `parallel.context`.
+
+    Called in the forward pass. A model that numbers the positions of what it gets adds it to them.
+
+    Example:
+        >>> positions = torch.arange(16) + spark_dl.nn.position_offset()
+    """
+    return _offset.get()
+
+
+@contextlib.contextmanager
+def offset_by(offset: int) -> Iterator[None]:
+    """Sets what `position_offset` returns in the block."""
+    token = _offset.set(offset)
+    try:
+        yield
+    finally:
+        _offset.reset(token)

@@ -90,6 +90,11 @@ def _note(count: Tensor | None) -> None:
         _noted.of_batches.append(count)
 
 
+def noted_counts() -> list[Tensor]:
+    """Returns what the losses of this step have said that they are over, of each micro-batch so far."""
+    return [] if _noted is None else _noted.of_batches
+
+
 def row_losses(spec: ModelSpec, output: Output, batch: Batch, label: str | None) -> tuple[Tensor, Tensor | None]:
     """Returns the loss of each row of a batch, and what it counts in the mean if `spec.loss` says so, or None.
 

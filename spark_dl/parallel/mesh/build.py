@@ -85,10 +85,10 @@ def build_part(
     assert isinstance(settings, Mesh)
     model = spec.build_to_train()
     check_same_model(model, world)
-    if settings.zero_stage or settings.model > 1:
+    if settings.zero_stage or settings.model > 1 or settings.context > 1:
         check_unshared(model, "parallel.strategy='mesh'")
     # Of the whole model, before anything is cut: a function can choose parameters by their place, or by their marks.
-    optimization = build_optimization(spec, model, config, groups.dims.data)
+    optimization = build_optimization(spec, model, config, groups.dims.parts)
     if spec.optimizer is not None and (settings.zero_stage or settings.tensor > 1 or settings.experts > 1):
         check_elementwise(optimization, ELEMENTWISE)
     names, model_bytes = names_of(model), sum(p.numel() * p.element_size() for p in model.parameters())

@@ -33,6 +33,8 @@ class Dims:
         data: number of parts of each global batch.
         tensor: number of ranks that have slices of the same layers.
         experts: number of ranks that have different experts; they are data ranks, too, so `data` is a multiple of it.
+        context: number of ranks that have slices of the same rows. To gradients and shards they are data ranks, so
+            `data` is a multiple of it.
         shards: number of data ranks that have different shards of the weights and the optimizer's state. `data` is a
             multiple of it. If it is less, the shards have replicas (HSDP).
     """
@@ -42,9 +44,11 @@ class Dims:
     tensor: int
     experts: int = 1
     shards: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
-        assert min(self.pipeline, self.data, self.tensor, self.experts, self.shards) >= 1
+        assert min(self.pipeline, self.data, self.tensor, self.experts, self.shards, self.context) >= 1
+        assert self.data % self.context == 0
         assert self.data % self.experts == 0
         assert self.data % self.shards == 0
         assert self.shards == 1 or self.shards % self.experts == 0
@@ -52,6 +56,11 @@ class Dims:
     @property
     def num_ranks(self) -> int:
         return self.pipeline * self.data * self.tensor
+
+    @property
+    def parts(self) -> int:
+        """Number of parts of each global batch."""
+        return self.data // self.context
 
     @property
     def model(self) -> int:
@@ -104,6 +113,10 @@ class Dims:
         """Returns the ranks that have different shards of the state of the same experts."""
         return self._groups(lambda at: (at.pipeline, at.tensor, at.data // self.shards, at.data % self.experts))
 
+    def context_groups(self) -> list[list[int]]:
+        """Returns the ranks that have slices of the same rows."""
+        return self._groups(lambda at: (at.pipeline, at.tensor, at.data // self.context))
+
     def _groups(self, key: Callable[[Place], Hashable]) -> list[list[int]]:
         groups: dict[Hashable, list[int]] = {}
         for rank in range(self.num_ranks):
@@ -112,8 +125,9 @@ class Dims:
 
 
 def mesh_of(
-    num_ranks: int, *, pipeline: int = 1, tensor: int = 1, experts: int = 1, replicas: int = 1, shard: bool = False
-) -> Dims:
+    num_ranks: int, *, pipeline: int = 1, tensor: int = 1, experts: int = 1, replicas: int = 1, shard: bool = False,
+    context: int = 1,
+) -> Dims:  # fmt: skip
     """Returns the mesh of a number of ranks; data ranks are what pipeline and tensor leave.
 
     Raises ValueError, with the setting, if the sizes do not divide the number of ranks.
@@ -128,7 +142,7 @@ def mesh_of(
             f"parallel.pipeline, parallel.tensor: expected sizes whose product divides launch.num_ranks={num_ranks}, "
             f"found {pipeline} * {tensor} = {pipeline * tensor}"
         )
-    for key, size in (("experts", experts), ("replicas", replicas)):
+    for key, size in (("experts", experts), ("replicas", replicas), ("context", context)):
         if data % size:
             raise ValueError(
                 f"parallel.{key}: expected a divisor of the number of data ranks, launch.num_ranks={num_ranks} / "
@@ -140,4 +154,4 @@ def mesh_of(
             f"parallel.experts: expected a divisor of the number of data ranks / parallel.replicas = {data} / "
             f"{replicas} = {shards}, found {experts}"
         )
-    return Dims(pipeline, data, tensor, experts=experts, shards=shards)
+    return Dims(pipeline, data, tensor, experts=experts, shards=shards, context=context)

@@ -53,6 +53,13 @@ class Groups:
     """Ranks with the same experts."""
     expert_shards: dist.ProcessGroup | None
     """Ranks with different shards of the state of the same experts."""
+    context: dist.ProcessGroup | None = None
+    """Ranks with slices of the same rows."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank is the first of those that have the same rows."""
+        return self.at.tensor == 0 and self.at.data % self.dims.context == 0
 
     def holders(self, *, of_experts: bool = False) -> Holders:
         """Returns the ranks with the parameters of this one: of its experts, or all others."""
@@ -119,4 +126,5 @@ def build_groups(world: World, dims: Dims, timeout_s: float) -> Groups:
         experts=build(dims.expert_groups()),
         expert_replicas=expert_replicas,
         expert_shards=expert_shards,
+        context=build(dims.context_groups()),
     )

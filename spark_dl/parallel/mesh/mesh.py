@@ -27,8 +27,9 @@ from spark_dl.nn.moe import moe_layers
 from spark_dl.parallel import ddp
 from spark_dl.parallel.ddp import DDP
 from spark_dl.parallel.exchange_clock import ExchangeClock, build_clock
-from spark_dl.parallel.loss import Call, Count, noting_counts
+from spark_dl.parallel.loss import Call, Count, noted_counts, noting_counts
 from spark_dl.parallel.mesh.build import Part, build_part
+from spark_dl.parallel.mesh.context import Context
 from spark_dl.parallel.mesh.flat import FlatGradients, SameCalls, local, whole_again_named
 from spark_dl.parallel.mesh.groups import Groups, build_groups
 from spark_dl.parallel.mesh.layers import release_peers
@@ -38,6 +39,7 @@ from spark_dl.parallel.mesh.settings import Mesh
 from spark_dl.parallel.mesh.state import MeshState
 from spark_dl.parallel.modules import is_out_of_memory, module_state_kept
 from spark_dl.parallel.pieces import Layout
+from spark_dl.parallel.recompute import keep_states
 from spark_dl.parallel.trainable import Trainable, add_gradients, build_optimization
 from spark_dl.spec import Batch, ModelSpec
 
@@ -167,7 +169,7 @@ class FirstStepCheck:
         }
         flat = torch.cat([*(g.float().cpu().reshape(-1) for g in gradients.values()), losses.float().cpu().view(1)])
         # Ranks of a copy of the model have the same rows.
-        is_first = self._groups.at.tensor == self._groups.at.pipeline == 0
+        is_first = self._groups.counts and self._groups.at.pipeline == 0
         _sum(flat if is_first else flat.zero_(), self._world)
         parts = flat[:-1].split([gradient.numel() for gradient in gradients.values()])
         return {name: p.view(g.shape) for (name, g), p in zip(gradients.items(), parts, strict=True)}, float(flat[-1])
@@ -278,9 +280,9 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
     assert isinstance(settings, Mesh)
     groups = build_groups(world, settings.dims(world.world_size), config.launch.collective_timeout_s)
     clock = build_clock(world)
-    if settings.model == settings.experts == 1 and not settings.zero_stage:
+    if settings.model == settings.experts == settings.context == 1 and not settings.zero_stage:
         spec, model = ddp.build_model(spec, world, config, sync_batchnorm=False, clock=clock)
-        optimization = build_optimization(spec, model, config, groups.dims.data)
+        optimization = build_optimization(spec, model, config, groups.dims.parts)
         plain = ddp.average_gradients(
             spec,
             model,
@@ -331,12 +333,12 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         step=training.step,
         call=part.inside,
         forward=None if part.pipeline is None else part.pipeline.forward,
-        counts=groups.at.tensor == 0,
+        counts=groups.counts,
         share_weights=training.share_weights,
         sync_weights=training.sync_weights,
         sum_over_data=training.sum_over_data,
         takes_counts=not isinstance(part.pipeline, PipeDream),
-        row_ranks=RowRanks(1 if groups.data is None else groups.data.size(), groups.data),
+        row_ranks=None if groups.context else RowRanks(1 if groups.data is None else groups.data.size(), groups.data),
         clock=clock,
         state=state,
         close=training.close,
@@ -345,13 +347,13 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
 
 def _check_same_rows(micro_batches: Sequence[Batch], groups: Groups, world: World) -> None:
     """Raises RuntimeError on all ranks of a copy of the model that do not have the same batches. Collective."""
-    if groups.tensor is None and groups.pipeline is None:
+    if groups.tensor is groups.pipeline is groups.context is None:
         return
     checksum = 0
     for batch in micro_batches:
         for name in sorted(batch):
             checksum = zlib.crc32(batch[name].contiguous().reshape(-1).view(torch.uint8).numpy().data, checksum)
-    for group in (groups.tensor, groups.pipeline):
+    for group in (groups.tensor, groups.pipeline, groups.context):
         if group is None:
             continue
         own = torch.tensor([checksum], device=world.device)
@@ -384,6 +386,9 @@ class MeshTraining:
         self._groups, self._world, self._config, self._clock = groups, world, config, clock
         self._is_first_step, self._check = True, check
         self._same_calls: SameCalls | None = None
+        self._context = None if groups.context is None else Context(groups.context, config.data.features)
+        if self._context is not None:
+            keep_states(part.module, self._context.again)
 
     def forward_backward(self, micro_batches: Sequence[Batch], count: Count) -> Tensor:
         if self._is_first_step:
@@ -404,9 +409,20 @@ class MeshTraining:
                 total = pipeline.forward_backward(micro_batches, count)
             if flat is not None:
                 flat.finish()
+        elif self._context is not None:
+            total = self._of_slices(self._context, micro_batches, count)
         else:
             total = self._without_pipeline(micro_batches, count)
         return total if self._groups.at.tensor == 0 else torch.zeros_like(total)
+
+    def _of_slices(self, context: Context, micro_batches: Sequence[Batch], count: Count) -> Tensor:
+        """Computes this rank's slices of the rows. The loss of a row is the mean of those of its slices, unless it says
+        what it counts."""
+        total = self._without_pipeline([context.own_part(batch) for batch in micro_batches], count)
+        if not (counts := noted_counts()):
+            return total / context.size
+        counts[:] = [context.sum(torch.stack(counts).sum())]  # of the ranks with the same rows, one counts
+        return total
 
     def _without_pipeline(self, micro_batches: Sequence[Batch], count: Count) -> Tensor:
         flat, inside = self._flat, self._part.inside
@@ -415,10 +431,15 @@ class MeshTraining:
         call: Call | None = inside
         if inside is not None and self._same_calls is None:
             self._same_calls = call = SameCalls(inside, self._world.device)
+        parts = 1
+        if self._context is not None:
+            parts = self._context.size
+            call = self._context.inside(call or (lambda function, batch: function(self._part.module, batch)))
         with contextlib.nullcontext() if inside is None else whole_again_named(self._part.module):
             total = add_gradients(
                 self._spec, self._part.module, micro_batches, self._config, device=self._world.device,
-                scale=lambda losses: losses / count, call=call, clock=self._clock if flat is None else None,
+                scale=lambda losses: losses / (count if parts == 1 or noted_counts() else count * parts), call=call,
+                clock=self._clock if flat is None else None,
                 before_last=contextlib.nullcontext if flat is None else flat.no_sync,
             )  # fmt: skip
         if flat is not None:

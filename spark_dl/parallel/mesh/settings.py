@@ -33,7 +33,7 @@ def _mesh(config: Config) -> Mesh:
 
 def _cuts(config: Config) -> bool:
     mesh = _mesh(config)
-    return mesh.zero_stage > 0 or mesh.model > 1 or mesh.experts > 1
+    return mesh.zero_stage > 0 or mesh.model > 1 or mesh.experts > 1 or mesh.context > 1
 
 
 def _pipes(config: Config, *schedules: str) -> bool:
@@ -68,6 +68,13 @@ EXCLUDES = (
              lambda c: c.train.random_by == "row" and (_mesh(c).pipeline > 1 or _mesh(c).tensor > 1),
              "expected 'rank' with parallel.pipeline or parallel.tensor above 1, whose ranks have parts of the "
              "activations, found 'row'"),
+    Conflict("parallel.context",
+             lambda c: _mesh(c).context > 1 and (_mesh(c).model > 1 or _mesh(c).experts > 1 or c.train.compile
+                                                 or c.train.random_by == "row" or c.loader.ragged == "offsets"),
+             "expected 1 with a pipeline, tensor or expert ranks, train.compile, train.random_by 'row' and "
+             "loader.ragged 'offsets', found {c.parallel.context}"),
+    Conflict("shards.storage", lambda c: _mesh(c).context > 1 and c.shards.storage == "local",
+             "expected 'shared' with parallel.context above 1, whose ranks read the same rows, found 'local'"),
     Conflict("train.channels_last", lambda c: _cuts(c) and c.train.channels_last,
              "not supported with parallel.strategy='mesh', whose ranks have flat parts of the weights; set it to "
              "false, or use ddp"),
@@ -151,6 +158,11 @@ class Mesh(Parallel):
     sequence: bool = may_change(False)
     """With `tensor`: activations between the layers that are cut are slices of the sequence axis, so that norms and
     dropout are computed once."""
+    context: int = may_change(1)
+    """Number of ranks that have slices of the same rows, each with a part of the positions, for rows that are too long
+    for one rank. They exchange keys and values in each attention (`torch.nn.functional.scaled_dot_product_attention`,
+    causal or without a mask), and train with `zero_stage` as data ranks do. See
+    [long rows](model-parallel.md#long-rows) for what the model must do."""
     experts: int = may_change(1)
     """Number of ranks that have different experts of `spark_dl.nn.MoE` layers. They are data ranks, too, and exchange
     tokens in each of these layers."""
@@ -175,7 +187,7 @@ class Mesh(Parallel):
     with `pipedream`."""
 
     def __post_init__(self) -> None:
-        for name in ("pipeline", "tensor", "experts", "replicas", "stages_per_rank"):
+        for name in ("pipeline", "tensor", "context", "experts", "replicas", "stages_per_rank"):
             check_number(self, name, 1, whole=True)
         check_number(self, "bucket_mib", 0, above=True)
         check_number(self, "check_first_step_mib", 0, whole=True)
@@ -248,17 +260,18 @@ class Mesh(Parallel):
         """Returns the mesh of a number of ranks. Raises ValueError if the sizes do not divide it."""
         return mesh_of(
             num_ranks, pipeline=self.pipeline, tensor=self.tensor, experts=self.experts, replicas=self.replicas,
-            shard=self.zero_stage > 0,
+            shard=self.zero_stage > 0, context=self.context,
         )  # fmt: skip
 
     def data_size(self, num_ranks: int) -> int:
-        return self.dims(num_ranks).data
+        return self.dims(num_ranks).parts
 
     def place(self, world: World) -> World:
         dims = self.dims(world.world_size)
         at = dims.place(world.rank)
         # Ranks of a tensor group must draw the same random numbers, as they compute the same layers.
-        return replace(world, part=at.data, num_parts=dims.data, seed_part=at.data * dims.pipeline + at.pipeline)
+        seed_part = at.data * dims.pipeline + at.pipeline
+        return replace(world, part=at.data // dims.context, num_parts=dims.parts, seed_part=seed_part)
 
 
 def check_torch(spark: Any, config: Config) -> None:

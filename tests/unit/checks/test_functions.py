@@ -28,6 +28,8 @@ CASES = [
     ("parallel.strategy", BATCH_LOSS, {"parallel": parallel("dp_single_process")}),
     ("data.weight", BATCH_LOSS, {"weight": "w"}),
     ("train.compile", BATCH_LOSS, {"compile": True}),
+    ("parallel.context", {"batch_loss": nothing}, {"parallel": Mesh(context=2), "num_ranks": 2}),
+    ("parallel.context", {"evaluation": nothing}, {"parallel": Mesh(context=2), "num_ranks": 2}),
     ("parallel.experts", {"evaluation": nothing}, {"parallel": Mesh(experts=2), "num_ranks": 2}),
     ("parallel.zero_stage", {"evaluation": nothing}, {"parallel": Mesh(zero_stage=3), "num_ranks": 2}),
     ("parallel.strategy", BATCH_LOSS, {"parallel": Auto()}),

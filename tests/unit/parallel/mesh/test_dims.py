@@ -84,6 +84,14 @@ def test_data_ranks_are_what_pipeline_and_tensor_leave(num_ranks):
             assert (dims.experts, dims.shards) == (1, 1)
 
 
+def test_ranks_with_slices_of_the_same_rows_are_neighbors_among_the_data_ranks():
+    dims = mesh_of(8, context=2, shard=True)
+    assert (dims.data, dims.parts, dims.shards) == (8, 4, 8)
+    assert dims.context_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert dims.data_groups() == [[*range(8)]]
+    assert mesh_of(8, pipeline=2, context=4).context_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 def test_shards_are_the_data_ranks_of_one_replica():
     assert mesh_of(8, pipeline=2, shard=True).shards == 4
     assert mesh_of(8, pipeline=2, replicas=2, shard=True).shards == 2

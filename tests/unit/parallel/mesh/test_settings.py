@@ -42,6 +42,13 @@ def test_settings_that_do_not_fit_each_other(mesh, message):
     ({"experts": 2}, {"compile": True}, "train.compile: expected false with tensor and expert ranks"),
     ({"pipeline": 2, "schedule": "zero_bubble"}, {"compile": True, "accumulation_steps": 2},
      "train.compile: expected false with .* zero_bubble"),
+    ({"context": 2, "tensor": 2}, {}, "parallel.context: expected 1 with a pipeline, tensor or expert .* found 2"),
+    ({"context": 2, "experts": 2}, {}, "parallel.context: expected 1 with"),
+    ({"context": 2}, {"compile": True}, "parallel.context: expected 1 with .* train.compile"),
+    ({"context": 2}, {"random_by": "row"}, "parallel.context: expected 1 with"),
+    ({"context": 2}, {"ragged": "offsets"}, "parallel.context: expected 1 with"),
+    ({"context": 2}, {"storage": "local"}, "shards.storage: expected 'shared' with parallel.context above 1"),
+    ({"context": 3}, {}, "parallel.context: expected a divisor of the number of data ranks, launch.num_ranks=4"),
     ({"zero_stage": 1}, {"channels_last": True}, "train.channels_last: not supported"),
     ({"tensor": 2}, {"random_by": "row"}, "train.random_by: expected 'rank' with parallel.pipeline or parallel.tensor"),
     ({"pipeline": 2}, {"random_by": "row", "accumulation_steps": 2}, "train.random_by: expected 'rank' with"),
@@ -68,3 +75,9 @@ def test_data_ranks_are_what_pipeline_and_tensor_leave():
                          accumulation_steps=2)  # fmt: skip
     assert config.data_size == 2
     assert config.num_trainers == 8
+
+
+def test_ranks_with_slices_of_the_same_rows_have_one_part_of_a_batch():
+    config = make_config(num_ranks=8, num_streams=8, global_batch_size=64, parallel=Mesh(context=4, zero_stage=1))
+    assert config.data_size == 2
+    assert config.parallel.dims(8).shards == 8

@@ -239,7 +239,7 @@ def test_a_bed_is_removed_after_a_failure_with_all_that_runs_on_it(hosts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("settings", "message"), [
-    ({"timeout_s": 1}, "the Spark master did not have 0 workers in time"),
+    ({"timeout_s": 0.1}, "the Spark master did not have 0 workers in time"),  # less than a JVM takes to start
     ({"memory_mib": 0}, "(?s)the Spark daemon on host0 ended with exit code 1: .*Memory is below 1MB"),
 ])  # fmt: skip
 def test_spark_that_does_not_come_up_is_an_error_with_the_reason(hosts, settings, message):

@@ -48,6 +48,20 @@ class Positions(nn.Module):
         return self.out(self.blocks(self.embed(features[..., None]))).mean(1)
 
 
+class EachPosition(Positions):
+    """Scores of each position, which sees those before it."""
+
+    def forward(self, features):
+        x = self.embed(features[..., None])[:, None]
+        x = nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return self.out(self.blocks(x[:, 0]))
+
+
+def loss_of_each_position(scores, label):
+    labels = label[:, None].expand(-1, scores.shape[1])
+    return nn.functional.cross_entropy(scores.transpose(1, 2), labels, reduction="none")
+
+
 def build_experts():
     return nn.Sequential(nn.Linear(4, 16), MoE(16, 4, hidden=8), nn.Linear(16, 3))
 
@@ -58,6 +72,7 @@ def build_normed():
 
 MLP, CHAIN, POSITIONS = ModelSpec(build=build_mlp), ModelSpec(build=build_chain), ModelSpec(build=Positions)
 EXPERTS, NORMED = ModelSpec(build=build_experts), ModelSpec(build=build_normed)
+SLICES = ModelSpec(build=EachPosition, loss=loss_of_each_position)
 LATE = {"compression_start_step": 1}
 PIPELINE = {"pipeline": 2}
 NETWORK = {"rate_mbit": 1000.0, "latency_ms": 0.1, "local_rate_mbit": 8000.0, "local_latency_ms": 0.05}
@@ -76,6 +91,7 @@ CASES = [  # the strategy, its settings, the number of ranks, the model
     ("mesh", {"zero_stage": 3, "replicas": 2, "bucket_mib": 0.01}, 4, MLP),
     ("mesh", {"zero_stage": 1, "find_unused_parameters": True, "check_first_step_mib": 0}, 2, MLP),
     ("mesh", {"tensor": 2, "sequence": True}, 2, POSITIONS),
+    ("mesh", {"context": 2, "zero_stage": 1}, 4, SLICES),
     ("mesh", {"experts": 2}, 2, EXPERTS),
     *(("mesh", {**PIPELINE, "schedule": schedule}, 2, CHAIN) for schedule in ("naive", "gpipe")),
     ("mesh", {**PIPELINE, "schedule": "1f1b", "stages": (4, 5)}, 2, CHAIN),

@@ -130,7 +130,8 @@ _MASTER = "master"
 """The copy of a weight in the state of `MasterWeights`."""
 _ROUNDS = "rounds"
 """Number of roundings of a weight so far, in the state of `MasterWeights`."""
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
+"""Dtypes of weights whose small steps are lost."""
 
 
 class MasterWeights(Optimizer):
@@ -190,7 +191,7 @@ class MasterWeights(Optimizer):
     def _placed(self, parameter: Tensor, key: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()) or key == "step":
             return value
-        dtype = torch.float32 if value.dtype in _HALF else value.dtype
+        dtype = torch.float32 if value.dtype in HALF else value.dtype
         return value.detach().to(self._device or parameter.device, dtype, copy=True)
 
     def _master_of(self, parameter: Tensor) -> nn.Parameter:
@@ -238,7 +239,7 @@ class MasterWeights(Optimizer):
         state = super().state_dict()
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         for number, parameter in zip(numbers, trained_by(self), strict=True):
-            if parameter.dtype in _HALF and parameter in self._masters:
+            if parameter.dtype in HALF and parameter in self._masters:
                 master = self._masters[parameter][0].detach()
                 state["state"][number] = {**state["state"].get(number, {}), _MASTER: master}
         return state

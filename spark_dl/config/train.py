@@ -177,8 +177,15 @@ class Train:
         if self.validation_fold is not None:
             self._check_fold()
         check_number(self, "early_stop_min_delta", 0)
-        check_bool(self, "compile", "channels_last", "check_batch_loss", "deterministic", "offload_optimizer")
-        check_bool(self, "stochastic_rounding")
+        check_bool(
+            self,
+            "compile",
+            "channels_last",
+            "check_batch_loss",
+            "deterministic",
+            "offload_optimizer",
+            "stochastic_rounding",
+        )
         fits = not self.stochastic_rounding or self.precision == "bf16"
         check(fits, "train.stochastic_rounding", "false without train.precision bf16", self.stochastic_rounding)
         check_choices(self)

@@ -1,6 +1,6 @@
 """The weights, or the program, of a checkpoint in formats of other programs.
 
-`spark_dl.rundir.foreign` reads weights in these formats, of this package and of others.
+`spark_dl.rundir.foreign` reads weights in these formats, whichever program wrote them.
 """
 
 from __future__ import annotations

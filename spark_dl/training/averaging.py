@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from spark_dl.optimization import HALF
 from spark_dl.parallel.modules import plain_name
 
 
@@ -84,4 +85,4 @@ class WeightAverage:
 
 def _copy_of(parameter: Tensor) -> Tensor:
     copy = parameter.detach().clone(memory_format=torch.contiguous_format)
-    return copy.float() if copy.dtype in (torch.bfloat16, torch.float16) else copy
+    return copy.float() if copy.dtype in HALF else copy

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from spark_dl.nn.packed import offset_by
-from spark_dl.parallel.async_collectives import start_reduce_scatter
 from spark_dl.parallel.loss import Call
+from spark_dl.parallel.mesh.tensor.functions import TensorRanks, gathered, summed
 from spark_dl.spec import Batch
 
 
@@ -29,8 +29,8 @@ class Context:
 
     def __init__(self, group: dist.ProcessGroup, features: Sequence[str]):
         """features: the columns of which the first with positions says how many there are."""
-        self._group, self._features = group, features
-        self.index, self.size = dist.get_rank(group), group.size()
+        self._ranks, self._features = TensorRanks(group, group.rank(), group.size()), features
+        self.size = group.size()
         self._length = 0
         """Positions of the slice that is computed; 0 outside a forward pass."""
 
@@ -46,8 +46,8 @@ class Context:
                 f"parallel.context: expected a multiple of {self.size} positions, found {length} in the feature "
                 f"{name!r}; pad rows to such lengths (loader.pad_to)"
             )
-        own = slice(self.index * (length // self.size), (self.index + 1) * (length // self.size))
-        return {k: v[:, own] if v.ndim > 1 and v.shape[1] == length else v for k, v in batch.items()}
+        start, stop = self._ranks.bounds(length)
+        return {k: v[:, start:stop] if v.ndim > 1 and v.shape[1] == length else v for k, v in batch.items()}
 
     def _with_positions(self, batch: Batch) -> str:
         for name in self._features:
@@ -69,8 +69,7 @@ class Context:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Returns the sum of a tensor over the slices. Collective."""
-        dist.all_reduce(tensor, group=self._group)
-        return tensor
+        return summed(tensor, self._ranks)
 
     def again(self) -> contextlib.AbstractContextManager[None]:
         """Returns the context of this moment, for layers that are computed again in the backward pass."""
@@ -80,18 +79,18 @@ class Context:
     def _attending(self, length: int) -> Iterator[None]:
         before, self._length = self._length, length
         try:
-            with offset_by(self.index * length), _Attention(self._group, self.index):
+            with offset_by(self._ranks.rank * length), _Attention(self._ranks):
                 yield
         finally:
             self._length = before
 
 
 class _Attention(TorchFunctionMode):
-    """Lets `scaled_dot_product_attention` see the keys and values of all ranks of a group."""
+    """Lets `scaled_dot_product_attention` see the keys and values of all ranks."""
 
-    def __init__(self, group: dist.ProcessGroup, index: int):
+    def __init__(self, ranks: TensorRanks):
         super().__init__()
-        self._group, self._index = group, index
+        self._ranks = ranks
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention:
@@ -107,35 +106,11 @@ class _Attention(TorchFunctionMode):
                 "parallel.context: an attention with a mask (attn_mask) is not supported, as the mask is that of a "
                 "slice; use is_causal=True, or no mask"
             )
-        own = query.shape[-2]
-        key, value = gathered(key, self._group), gathered(value, self._group)
+        queries, whole = query.shape[-2], key.shape[-2] * self._ranks.size
+        key, value = (gathered(each, each.ndim - 2, whole, self._ranks) for each in (key, value))
         if is_causal:
-            if own * self._group.size() != key.shape[-2]:
+            if queries * self._ranks.size != whole:
                 raise ValueError("parallel.context: a causal attention to keys of another length is not supported")
-            rows = torch.arange(own, device=query.device)[:, None] + self._index * own
-            attn_mask = rows >= torch.arange(key.shape[-2], device=query.device)
+            rows = torch.arange(queries, device=query.device)[:, None] + self._ranks.rank * queries
+            attn_mask = rows >= torch.arange(whole, device=query.device)
         return func(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, **more)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts, dim=-2)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        parts = torch.stack(gradient.chunk(ctx.group.size(), dim=-2))
-        own = start_reduce_scatter(parts.reshape(-1), ctx.group)()
-        return own.view(parts.shape[1:]), None
-
-
-def gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns the slices of all ranks, one after the other. The gradient of a slice is summed over them. Collective.
-
-    # part: [..., positions of a slice, width], returns: [..., positions, width]
-    """
-    whole: Tensor = _Gather.apply(part, group)
-    return whole

@@ -43,7 +43,7 @@ def bounds(length: int, num_ranks: int, rank: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class TensorRanks:
-    """The ranks that have slices of the same layers, seen by one of them."""
+    """The ranks that have slices of the same layers, or of the same rows, seen by one of them."""
 
     group: dist.ProcessGroup
     rank: int
